@@ -1,0 +1,106 @@
+"""Every knob of mdlm_jax, once, with its meaning. Other configs are this one plus the lines that differ."""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    """The defaults; sizes fit two CPU cores."""
+    config = ConfigDict()
+    config.seed = 0  # every random draw of every program follows from it
+
+    env = config.env = ConfigDict()
+    env.name = "textworld_express"  # a key of envs/registry.py
+    # One entry per kind of game: "name:parameter=value,..." in the engine's own words.
+    env.games = ("twc:numLocations=1,numItemsToPutAway=1,includeDoors=0,limitInventorySize=0",)
+    env.turns = 8  # actions per episode, at most
+    env.workers = 2  # processes that host the real environment
+
+    collect = config.collect = ConfigDict()
+    collect.train_episodes = 3000  # played on the train fold with mixed actions
+    collect.dev_episodes = 100
+    collect.test_episodes = 150
+    collect.expert_episodes = 60  # gold episodes of the train fold, for the policy's warm start
+    collect.gold = 0.45  # chance that an action follows the gold path
+    collect.valid = 0.4  # chance that it is a random valid action; the rest are invalid ones
+
+    tokenizer = config.tokenizer = ConfigDict()
+    tokenizer.vocab_size = 768  # byte-level BPE, special tokens included
+
+    world = config.world = ConfigDict()
+    world.kind = "diffusion"  # or "autoregressive": the same model, data and budget
+    world.block_length = 8  # tokens denoised together
+    world.denoising_steps = 8  # at most, per block
+    world.strategy = "low_confidence_dynamic"  # a key of diffusion.denoise.STRATEGIES
+    world.threshold = 0.9  # confidence that lets a token be kept at once (dynamic)
+    world.temperature = 0.0  # 0 = greedy
+    world.max_tokens = 192  # per observation
+    world.prompt = 512  # tokens of the prompt, at most
+    world.context = 768  # tokens of prompt and turns together
+    world.model = model(width=192, layers=4, heads=6, mlp=512)
+
+    policy = config.policy = ConfigDict()
+    policy.temperature = 1.0  # while rolling out
+    policy.max_tokens = 24  # per action
+    policy.prompt = 256  # tokens of the prompt, at most
+    policy.context = 512  # tokens of prompt and turns together
+    policy.model = model(width=128, layers=4, heads=4, mlp=384)
+
+    sft = config.sft = ConfigDict()
+    for what, steps, rows, lr in (("world", 3000, 16, 2e-3), ("policy", 300, 16, 2e-3)):
+        part = sft[what] = ConfigDict()
+        part.steps = steps  # updates
+        part.rows = rows  # packed rows per update
+        part.row_length = 768  # tokens per packed row
+        part.answer_length = 384  # tokens of answer blocks per packed row (diffusion's noisy copy)
+        part.learning_rate = lr  # peak; linear warm-up, then cosine to a tenth
+        part.warmup = 0.05  # share of the steps
+        part.weight_decay = 0.01
+        part.clip_norm = 1.0  # global gradient norm
+        part.eval_every = 250  # steps between losses on the dev fold
+        part.save_every = 250  # steps between checkpoints
+    sft.mask_eps = 1e-3  # lowest masking rate (SDAR: p = (1 - eps) t + eps)
+
+    rollout = config.rollout = ConfigDict()
+    rollout.tasks = 8  # prompts per rollout
+    rollout.group = 8  # rollouts per prompt
+    rollout.turns = 8  # at most; <= env.turns
+
+    grpo = config.grpo = ConfigDict()
+    grpo.steps = 60  # rollouts, each followed by one update
+    grpo.learning_rate = 3e-4
+    grpo.clip_norm = 1.0
+    grpo.loss_type = "dapo"  # a key of rl.loss.LOSS_TYPES (TRL's names)
+    grpo.epsilon = 0.2  # lower clip
+    grpo.epsilon_high = 0.28  # upper clip
+    grpo.scale_rewards = "group"  # or "batch", "none"
+    grpo.micro_rows = 32  # rows per gradient piece; never changes the result
+    grpo.save_every = 10  # steps between checkpoints
+    grpo.eval_every = 20  # steps between plays of the real dev fold
+
+    evaluate = config.evaluate = ConfigDict()
+    evaluate.rows = 64  # generated together
+    evaluate.world_samples = 400  # (state, action) pairs of the test fold
+    evaluate.games = 100  # real test-fold games for the agent
+    evaluate.temperature = 0.0  # of the agent; 0 = greedy
+    evaluate.bootstrap = 2000  # resamples of the intervals
+
+    mesh = config.mesh = ConfigDict()
+    mesh.data = -1  # devices along each axis; -1 = all that are left
+    mesh.fsdp = 1
+    mesh.tensor = 1
+    return config
+
+
+def model(*, width: int, layers: int, heads: int, mlp: int) -> ConfigDict:
+    """A decoder's shape (Qwen3's form); the vocabulary comes from the tokenizer."""
+    shape = ConfigDict()
+    shape.hidden_size = width
+    shape.num_hidden_layers = layers
+    shape.num_attention_heads = heads
+    shape.num_key_value_heads = heads
+    shape.head_dim = 32
+    shape.intermediate_size = mlp
+    shape.rope_theta = 10_000.0
+    shape.rms_norm_eps = 1e-6
+    shape.tie_word_embeddings = True
+    return shape

@@ -1,0 +1,103 @@
+"""Decoding one token at a time, in one `lax.while_loop`."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from mdlm_jax import context as ctx
+from mdlm_jax import sampling
+from mdlm_jax.structs import Context, Generation
+
+
+@struct.dataclass
+class Line:
+    """State of the loop."""
+
+    context: Context
+    active: jax.Array  # bool[B]
+    stopped: jax.Array  # bool[B]
+    logprobs: jax.Array  # f32[B, C]
+    forwards: jax.Array  # i32[B]
+
+
+def generate(
+    step_fn: Callable,
+    params: dict,
+    keys_B: jax.Array,
+    context: Context,
+    active_B: jax.Array,
+    *,
+    temperature: float,
+    max_tokens: int,
+    stop_ids: tuple[int, ...],
+) -> tuple[Generation, Context]:
+    """Writes at most `max_tokens` behind each active row's context, ending with a stop token.
+
+    `step_fn` returns logits f32[B, 1, V] and the fresh keys and values of one token. The last token of
+    a context is always pending: it is fed with the first pass. A row that meets its limit gets the first
+    of `stop_ids` as its last token, forced (not `sampled`), and ends unstopped.
+    """
+    prompt_B = context.length
+    limit_B = jnp.minimum(prompt_B + max_tokens, context.tokens.shape[1])
+    stops = jnp.asarray(stop_ids, jnp.int32)
+
+    def one_token(state: Line) -> Line:
+        context = state.context
+        last_B = context.length - 1
+        tokens_B1, positions_B1 = ctx.window(context, last_B, 1)
+        on_B1 = state.active[:, None]
+        logits_B1V, fresh = step_fn(params, tokens_B1, positions_B1, on_B1, context.cache, context.cached)
+        keys = jax.vmap(jax.random.fold_in)(keys_B, context.length)
+        ids_B, logprobs_B = sampling.sample(keys, logits_B1V[:, 0], temperature=temperature)
+        forced_B = context.length + 1 >= limit_B
+        ids_B = jnp.where(forced_B, stops[0], ids_B)
+        next_B1 = context.length[:, None]
+        stopped_B = state.active & jnp.isin(ids_B, stops)
+        grown_B = context.length + state.active
+        context = context.replace(
+            tokens=ctx.put(context.tokens, ids_B[:, None], next_B1, on_B1),
+            cache=ctx.write(context.cache, fresh, positions_B1, on_B1),
+            cached=jnp.where(state.active, context.length, context.cached),
+            length=grown_B,
+        )
+        return Line(
+            context=context,
+            active=state.active & ~stopped_B,
+            stopped=state.stopped | (stopped_B & ~forced_B),
+            logprobs=ctx.put(state.logprobs, logprobs_B[:, None], next_B1, on_B1 & ~forced_B[:, None]),
+            forwards=state.forwards + state.active,
+        )
+
+    active_B = active_B & (limit_B > prompt_B)
+    state = Line(
+        context=context,
+        active=active_B,
+        stopped=jnp.zeros_like(active_B),
+        logprobs=jnp.zeros(context.tokens.shape, jnp.float32),
+        forwards=jnp.zeros_like(prompt_B),
+    )
+    state = jax.lax.while_loop(lambda s: s.active.any(), one_token, state)
+    return _collect(state, prompt_B, max_tokens), state.context
+
+
+def _collect(state: Line, prompt_B: jax.Array, width: int) -> Generation:
+    """Cuts what was written out of the buffers."""
+    tokens_BW, places_BW = ctx.window(state.context, prompt_B, width)
+    length_B = state.context.length - prompt_B
+    written_BW = jnp.arange(width) < length_B[:, None]
+    forced_BW = (jnp.arange(width) == length_B[:, None] - 1) & ~state.stopped[:, None]
+    sampled_BW = written_BW & ~forced_BW
+    inside_BW = jnp.minimum(places_BW, state.logprobs.shape[1] - 1)
+    logprobs_BW = jnp.take_along_axis(state.logprobs, inside_BW, axis=1)
+    return Generation(
+        tokens=jnp.where(written_BW, tokens_BW, 0),
+        length=length_B,
+        sampled=sampled_BW,
+        logprobs=jnp.where(sampled_BW, logprobs_BW, 0.0),
+        order=jnp.where(written_BW, 1 + jnp.arange(width), 0),
+        stopped=state.stopped,
+        forwards=state.forwards,
+        commits=jnp.zeros_like(length_B),
+    )

@@ -1,0 +1,113 @@
+"""What a model has read so far: reading messages, looking at windows, writing the cache.
+
+Both ways of generating keep the same books. `cached` leading tokens have their keys and values in the
+cache; the tokens from there to `length` are pending and are fed again with the next forward pass.
+
+The step function that everything here takes is
+
+    step_fn(params, tokens_BW, positions_BW, live_BW, cache, cached_B) -> hidden_BWD, fresh Cache of W
+
+and sees the cache up to `cached` plus the fresh window, under the model's own mask.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from mdlm_jax.structs import Cache, Context, Message
+
+
+def empty(rows: int, size: int, cache_shape: tuple[int, ...], dtype: jnp.dtype) -> Context:
+    """An unread context of `rows` rows and `size` places; `cache_shape` is (layers, kv heads, width)."""
+    layers, heads, width = cache_shape
+    zeros_NBCJK = jnp.zeros((layers, rows, size, heads, width), dtype)
+    nothing_B = jnp.zeros((rows,), jnp.int32)
+    tokens_BC = jnp.zeros((rows, size), jnp.int32)
+    return Context(tokens_BC, nothing_B, nothing_B, Cache(zeros_NBCJK, zeros_NBCJK))
+
+
+def window(context: Context, start_B: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
+    """Tokens and positions i32[B, width] from `start_B` on; places past the end read as the last."""
+    positions_BW = start_B[:, None] + jnp.arange(width)
+    inside_BW = jnp.minimum(positions_BW, context.tokens.shape[1] - 1)
+    return jnp.take_along_axis(context.tokens, inside_BW, axis=1), positions_BW
+
+
+def put(buffer_BC: jax.Array, values_BW: jax.Array, positions_BW: jax.Array, keep_BW: jax.Array):
+    """Writes the kept values at their positions; the rest, and what lies outside, is dropped."""
+    places_BW = jnp.where(keep_BW, positions_BW, buffer_BC.shape[1])
+    rows_B1 = jnp.arange(buffer_BC.shape[0])[:, None]
+    return buffer_BC.at[rows_B1, places_BW].set(values_BW.astype(buffer_BC.dtype), mode="drop")
+
+
+def write(cache: Cache, fresh: Cache, positions_BW: jax.Array, keep_BW: jax.Array) -> Cache:
+    """Writes fresh keys and values [N, B, W, J, K] of the kept places, once, for all layers."""
+    size = cache.key.shape[2]
+    places_BW = jnp.where(keep_BW, positions_BW, size)
+    rows_B1 = jnp.arange(places_BW.shape[0])[:, None]
+
+    def scatter(old_NBCJK, new_NBWJK):
+        return old_NBCJK.at[:, rows_B1, places_BW].set(new_NBWJK.astype(old_NBCJK.dtype), mode="drop")
+
+    return Cache(scatter(cache.key, fresh.key), scatter(cache.value, fresh.value))
+
+
+def append(context: Context, message: Message) -> Context:
+    """Adds the message's ids. What does not fit is cut; callers check `room` first."""
+    size, width = context.tokens.shape[1], message.tokens.shape[1]
+    places_BW = context.length[:, None] + jnp.arange(width)
+    keep_BW = jnp.arange(width) < message.length[:, None]
+    tokens_BC = put(context.tokens, message.tokens, places_BW, keep_BW)
+    return context.replace(
+        tokens=tokens_BC, length=jnp.minimum(context.length + message.length, size)
+    )
+
+
+def room(context: Context) -> jax.Array:
+    """Places left, i32[B]."""
+    return context.tokens.shape[1] - context.length
+
+
+def read(
+    step_fn: Callable,
+    params: dict,
+    context: Context,
+    message: Message,
+    *,
+    pending: int,
+    settled: Callable,
+) -> Context:
+    """Appends a message and caches what is settled.
+
+    `pending` is the most tokens that may wait uncached before the message; `settled(length_B)` says
+    how many leading tokens may be cached at that length (whole blocks, or all but the last).
+    """
+    before_B = context.cached
+    context = append(context, message)
+    tokens_BW, positions_BW = window(context, before_B, pending + message.tokens.shape[1])
+    live_BW = positions_BW < context.length[:, None]
+    _, fresh = step_fn(params, tokens_BW, positions_BW, live_BW, context.cache, before_B)
+    after_B = jnp.where(message.length > 0, settled(context.length), before_B)
+    cache = write(context.cache, fresh, positions_BW, positions_BW < after_B[:, None])
+    return context.replace(cache=cache, cached=after_B)
+
+
+def begin(read_fn: Callable, prompts: Message, context: Context, *, group: int) -> Context:
+    """Reads P prompts once each and gives every one of its `group` rows a copy, in `context`'s memory.
+
+    Rows are group-contiguous: row r continues prompt r // group.
+    """
+    rows, width = prompts.tokens.shape
+    layers, _, _, heads, head_width = context.cache.key.shape
+    small = read_fn(empty(rows, width, (layers, heads, head_width), context.cache.key.dtype), prompts)
+    each = lambda x, axis: jnp.repeat(x, group, axis=axis)  # noqa: E731
+    paste = lambda old, new: old.at[:, :, :width].set(each(new, 1))  # noqa: E731
+    return Context(
+        tokens=context.tokens.at[:, :width].set(each(small.tokens, 0)),
+        length=each(small.length, 0),
+        cached=each(small.cached, 0),
+        cache=Cache(
+            paste(context.cache.key, small.cache.key), paste(context.cache.value, small.cache.value)
+        ),
+    )

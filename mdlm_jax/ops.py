@@ -1,0 +1,46 @@
+"""Array operations that several folders share: exact means, token log-probs, length masks."""
+
+import jax
+import jax.numpy as jnp
+
+from mdlm_jax.structs import Mean
+
+
+def masked_mean(values: jax.Array, mask: jax.Array) -> Mean:
+    """Mean of `values` where `mask` holds, kept as its parts.
+
+    Args:
+        values: f[...]; what lies under a false mask is never read, NaN included.
+        mask: bool[...] or 0/1, same shape.
+    """
+    mask = mask.astype(bool)
+    total = jnp.sum(jnp.where(mask, values.astype(jnp.float32), 0.0))  # f32[]
+    return Mean(total, jnp.sum(mask, dtype=jnp.float32))
+
+
+def mean_value(mean: Mean) -> jax.Array:
+    """The mean itself, f32[]; 0 when nothing was counted."""
+    return mean.total / jnp.maximum(mean.count, jnp.finfo(jnp.float32).tiny)
+
+
+def token_logprobs(logits_BLV: jax.Array, ids_BL: jax.Array) -> jax.Array:
+    """Log-probability of each given token under the logits at its own place, f32[B, L].
+
+    Logits are raised to float32 first: in bfloat16 the policy's ratio to itself would not be 1.
+    """
+    logits_BLV = logits_BLV.astype(jnp.float32)
+    chosen_BL1 = jnp.take_along_axis(logits_BLV, ids_BL[..., None], axis=-1)
+    return chosen_BL1[..., 0] - jax.nn.logsumexp(logits_BLV, axis=-1)
+
+
+def entropy(logits: jax.Array) -> jax.Array:
+    """Entropy in nats of softmax(logits) over the last axis: f[..., V] -> f32[...]."""
+    logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    # A forbidden token has -inf here and would give 0 * -inf.
+    logprobs = jnp.maximum(logprobs, jnp.finfo(jnp.float32).min)
+    return -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
+
+
+def length_mask(length_B: jax.Array, width: int) -> jax.Array:
+    """True on the first `length` places of each row: i32[B] -> bool[B, W]."""
+    return jnp.arange(width) < length_B[:, None]

@@ -1,0 +1,341 @@
+"""Config -> mesh, models, losses and speakers. The one place where the libraries meet."""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ml_collections import ConfigDict
+
+from mdlm_jax import check, ops, sampling
+from mdlm_jax import context as ctx
+from mdlm_jax.autoregressive import decode, score
+from mdlm_jax.diffusion import corrupt, denoise, losses
+from mdlm_jax.models import masks, transformer
+from mdlm_jax.rl import reward, rollout
+from mdlm_jax.structs import Context, Mean, Message, Speaker, Tasks, TokenBatch
+from mdlm_jax.tokens import batches, tokenizer
+from mdlm_jax.tokens.tokenizer import Specials, Tokenizer
+from mdlm_jax.train import checkpoint, mesh
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A Transformer's functions and its shape; no parameters inside."""
+
+    config: transformer.ModelConfig
+    order_length: int  # block length of the mask; 1 = causal
+
+    def hidden(self, params: dict, tokens_BW, positions_BW, live_BW, cache=None, cached_B=None):
+        """Hidden states and fresh keys and values of one clean segment per row."""
+        order_BW = masks.order(positions_BW, block_length=self.order_length)
+        sight = masks.clean(live_BW, order_BW)
+        module = transformer.Transformer(self.config)
+        return module.apply({"params": params}, tokens_BW, positions_BW, sight, cache, cached_B)
+
+    def train_hidden(self, params: dict, tokens_BW, positions_BW, sight: masks.Sight) -> jax.Array:
+        """Hidden states under a training mask."""
+        module = transformer.Transformer(self.config)
+        return module.apply({"params": params}, tokens_BW, positions_BW, sight)[0]
+
+    def unembed(self, params: dict, hidden: jax.Array) -> jax.Array:
+        """Logits f32[..., V]."""
+        module = transformer.Transformer(self.config)
+        return module.apply({"params": params}, hidden, method="unembed")
+
+
+def model(shape: ConfigDict, *, vocab_size: int, order_length: int) -> Model:
+    """The model of `config.world.model` or `config.policy.model`."""
+    return Model(transformer.ModelConfig(vocab_size=vocab_size, **shape), order_length)
+
+
+def world_model(config: ConfigDict, vocab_size: int) -> Model:
+    """The world's model: block-causal for diffusion, causal for the autoregressive baseline."""
+    order_length = config.world.block_length if config.world.kind == "diffusion" else 1
+    return model(config.world.model, vocab_size=vocab_size, order_length=order_length)
+
+
+def policy_model(config: ConfigDict, vocab_size: int) -> Model:
+    """The policy's model."""
+    return model(config.policy.model, vocab_size=vocab_size, order_length=1)
+
+
+def make_mesh(config: ConfigDict) -> jax.sharding.Mesh:
+    """The mesh of `config.mesh`, as a user's error if it can't be made."""
+    with check.user_errors():
+        return mesh.make(**config.mesh)
+
+
+def load_tokenizer(workdir: pathlib.Path) -> Tokenizer:
+    """The tokenizer that `sft --what=world` trained."""
+    with check.user_errors():
+        return tokenizer.load(workdir / "tokenizer.json")
+
+
+def abstract_params(model: Model, on: jax.sharding.Mesh, *, layout: str = "train") -> dict:
+    """Shapes, dtypes and shardings of a model's parameters in one of the two layouts."""
+    shapes = jax.eval_shape(lambda: transformer.init(jax.random.key(0), model.config))
+    with check.user_errors():
+        shardings = LAYOUTS[layout](on, transformer.axes(shapes), shapes)
+    place = lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at)  # noqa: E731
+    return jax.tree.map(place, shapes, shardings)
+
+
+# Training splits parameters; a rollout wants them whole on every device (DESIGN.md, "Two layouts").
+LAYOUTS = {
+    "train": mesh.param_shardings,
+    "rollout": lambda on, axes, shapes: jax.tree.map(lambda _: mesh.replicated(on), shapes),
+}
+
+
+def init_params(key: jax.Array, model: Model, on: jax.sharding.Mesh) -> dict:
+    """Random parameters in the training layout."""
+    shardings = jax.tree.map(lambda s: s.sharding, abstract_params(model, on))
+    return jax.jit(partial(transformer.init, config=model.config), out_shardings=shardings)(key)
+
+
+def load_params(folder: pathlib.Path, model: Model, on: jax.sharding.Mesh, *, made_by: str) -> dict:
+    """Saved parameters in the rollout layout."""
+    with check.user_errors():
+        return checkpoint.load_params(
+            folder, abstract_params(model, on, layout="rollout"), made_by=made_by
+        )
+
+
+# ---- losses: (params, (key, TokenBatch)) -> (Mean, metrics) ------------------------------------------
+
+
+def diffusion_loss(model: Model, special: Specials, *, eps: float, segments: int) -> Callable:
+    """SDAR's training loss on [clean | noisy answer blocks]."""
+
+    def loss(params: dict, piece: tuple[jax.Array, TokenBatch]) -> tuple[Mean, dict]:
+        key, batch = piece
+        noisy = corrupt.corrupt(key, batch, mask_id=special.mask, eps=eps, segments=segments)
+        both = lambda a_BL, b_BM: jnp.concatenate([a_BL, b_BM], axis=1)  # noqa: E731
+        length = batch.tokens.shape[1]
+        positions = both(batch.position, noisy.position)  # i32[B, L + M]
+        sight = masks.Sight(
+            segment=both(batch.segment, noisy.segment),
+            order=masks.order(positions, block_length=model.order_length),
+            noisy=both(jnp.zeros_like(batch.loss_mask), jnp.ones_like(noisy.masked)),
+        )
+        hidden = model.train_hidden(params, both(batch.tokens, noisy.tokens), positions, sight)
+        logits_BMV = model.unembed(params, hidden[:, length:])
+        return losses.sdar_loss(logits_BMV, noisy), {}
+
+    return loss
+
+
+def autoregressive_loss(model: Model, special: Specials, **_) -> Callable:
+    """Next-token loss on the same rows; also the policy's behaviour cloning."""
+    del special
+
+    def loss(params: dict, piece: tuple[jax.Array, TokenBatch]) -> tuple[Mean, dict]:
+        _, batch = piece
+        order = masks.order(batch.position, block_length=1)
+        sight = masks.Sight(batch.segment, order, jnp.zeros_like(batch.loss_mask))
+        hidden = model.train_hidden(params, batch.tokens, batch.position, sight)
+        return score.next_token_loss(model.unembed(params, hidden), batch), {}
+
+    return loss
+
+
+LOSSES = {"diffusion": diffusion_loss, "autoregressive": autoregressive_loss}
+
+
+# ---- speakers ----------------------------------------------------------------------------------------
+
+
+def step_fn(model: Model, forbidden: tuple[int, ...]) -> Callable:
+    """A forward pass that returns logits, without the tokens that must never be chosen."""
+
+    def step(params, tokens_BW, positions_BW, live_BW, cache, cached_B):
+        hidden, fresh = model.hidden(params, tokens_BW, positions_BW, live_BW, cache, cached_B)
+        return sampling.forbid(model.unembed(params, hidden), forbidden), fresh
+
+    return step
+
+
+def speaker(model: Model, write: Callable, *, pending: int, settled: Callable) -> Speaker:
+    """Puts a way of writing together with the reading that fits it."""
+    read_rule = {"pending": pending, "settled": settled}
+
+    def read(params: dict, context: Context, message: Message) -> Context:
+        return ctx.read(model.hidden, params, context, message, **read_rule)
+
+    def begin(params: dict, prompts: Message, context: Context, group: int) -> Context:
+        return ctx.begin(partial(read, params), prompts, context, group=group)
+
+    return Speaker(begin=begin, read=read, write=write)
+
+
+def diffusion_speaker(
+    model: Model, special: Specials, *, stop_ids: tuple[int, ...], world: ConfigDict
+) -> Speaker:
+    """Writes by unmasking blocks in parallel."""
+    block = model.order_length
+    others = (special.pad, special.mask, special.system, special.end, *special.statuses)
+    # Padding may be chosen: behind the stop token it is what the model was taught to write.
+    forbidden = tuple(i for i in others if i not in stop_ids and i != special.pad)
+    write = partial(
+        denoise.generate,
+        step_fn(model, forbidden),
+        strategy=world.strategy,
+        block=block,
+        steps=world.denoising_steps,
+        threshold=world.threshold,
+        temperature=world.temperature,
+        max_tokens=world.max_tokens,
+        stop_ids=stop_ids,
+        mask_id=special.mask,
+        pad_id=special.pad,
+    )
+    return speaker(model, write, pending=block - 1, settled=lambda n_B: n_B // block * block)
+
+
+def autoregressive_speaker(
+    model: Model,
+    special: Specials,
+    *,
+    stop_ids: tuple[int, ...],
+    temperature: float,
+    max_tokens: int,
+) -> Speaker:
+    """Writes one token at a time."""
+    write = partial(
+        decode.generate,
+        step_fn(model, forbidden_ids(special, stop_ids)),
+        temperature=temperature,
+        max_tokens=max_tokens,
+        stop_ids=stop_ids,
+    )
+    return speaker(model, write, pending=1, settled=lambda n_B: jnp.maximum(n_B - 1, 0))
+
+
+def forbidden_ids(special: Specials, stop_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """Special tokens that an autoregressive speaker never writes: all but its own stops."""
+    return tuple(i for i in dataclasses.astuple(special) if i not in stop_ids)
+
+
+def world_speaker(config: ConfigDict, model: Model, special: Specials) -> Speaker:
+    """The world, whichever kind it is."""
+    world = config.world
+    if world.kind == "diffusion":
+        return diffusion_speaker(model, special, stop_ids=special.statuses, world=world)
+    return autoregressive_speaker(
+        model,
+        special,
+        stop_ids=special.statuses,
+        temperature=world.temperature,
+        max_tokens=world.max_tokens,
+    )
+
+
+def policy_speaker(
+    config: ConfigDict, model: Model, special: Specials, *, temperature: float
+) -> Speaker:
+    """The agent."""
+    return autoregressive_speaker(
+        model,
+        special,
+        stop_ids=(special.end,),
+        temperature=temperature,
+        max_tokens=config.policy.max_tokens,
+    )
+
+
+def judge(special: Specials) -> Callable:
+    """Success from the world's status token."""
+    return partial(reward.status_judge, solved_id=special.solved, failed_id=special.failed)
+
+
+def memory(rows: int, *, size: int, model: Model, on: jax.sharding.Mesh) -> Context:
+    """An empty context, its rows split over the mesh."""
+    shapes = jax.eval_shape(lambda: ctx.empty(rows, size, model.config.cache_shape, jnp.float32))
+    at = jax.tree.map(lambda s: mesh.row_axis(on, 1 if s.ndim == 5 else 0), shapes)
+    make = jax.jit(
+        lambda: ctx.empty(rows, size, model.config.cache_shape, jnp.float32), out_shardings=at
+    )
+    return make()
+
+
+def action_logprobs(model: Model, special: Specials) -> Callable:
+    """(params, tokens_BL, length_B) -> log-probs and entropies f32[B, L] as the policy samples them.
+
+    The same forbidden tokens as in sampling, so that the first update's ratios are one.
+    """
+    step = step_fn(model, forbidden_ids(special, (special.end,)))
+
+    def logprobs(params: dict, tokens_BL: jax.Array, length_B: jax.Array, temperature: float):
+        positions_BL = jnp.broadcast_to(jnp.arange(tokens_BL.shape[1]), tokens_BL.shape)
+        live_BL = ops.length_mask(length_B, tokens_BL.shape[1])
+        logits_BLV, _ = step(params, tokens_BL, positions_BL, live_BL, None, None)
+        logits_BLV = sampling.scale(logits_BLV, temperature=temperature)
+        entropy_BL = jnp.pad(ops.entropy(logits_BLV[:, :-1]), ((0, 0), (1, 0)))
+        return score.next_token_logprobs(logits_BLV, tokens_BL), entropy_BL
+
+    return logprobs
+
+
+def messages(texts_ids: list[list[int]], on: jax.sharding.Mesh, *, width: int) -> Message:
+    """Prompts on the device, their rows split over the mesh where they divide."""
+    with check.user_errors():
+        tokens, length = batches.message(texts_ids, width=width)
+    at = mesh.rows(on) if len(texts_ids) % mesh.row_shards(on) == 0 else mesh.replicated(on)
+    return jax.device_put(Message(tokens, length), at)
+
+
+def row_keys(key: jax.Array, rows: int, on: jax.sharding.Mesh) -> jax.Array:
+    """One key per row, split over the mesh."""
+    return jax.device_put(jax.random.split(key, rows), mesh.rows(on))
+
+
+def play_fn(config: ConfigDict, policy: Model, world: Model, special: Specials) -> Callable:
+    """The jitted rollout: (policy params, world params, keys, Tasks, Memory) -> (Rollout, Memory)."""
+    loop = partial(
+        rollout.rollout,
+        policy_speaker(config, policy, special, temperature=config.policy.temperature),
+        world_speaker(config, world, special),
+        judge(special),
+        group=config.rollout.group,
+        turns=config.rollout.turns,
+    )
+    return jax.jit(loop, donate_argnums=(4,))
+
+
+def shapes(config: ConfigDict) -> dict:
+    """Shapes of both models, the rollout and its memory, without computing anything."""
+    vocab, special = config.tokenizer.vocab_size, Specials(*range(7))
+    policy, world = policy_model(config, vocab), world_model(config, vocab)
+    rows = config.rollout.tasks * config.rollout.group
+    params = {
+        name: jax.eval_shape(lambda m=m: transformer.init(jax.random.key(0), m.config))
+        for name, m in (("policy", policy), ("world", world))
+    }
+    room = {
+        name: jax.eval_shape(
+            lambda m=m, size=size: ctx.empty(rows, size, m.config.cache_shape, jnp.float32)
+        )
+        for name, m, size in (
+            ("policy", policy, config.policy.context),
+            ("world", world, config.world.context),
+        )
+    }
+    prompts = lambda size: Message(  # noqa: E731
+        jax.ShapeDtypeStruct((config.rollout.tasks, size), np.int32),
+        jax.ShapeDtypeStruct((config.rollout.tasks,), np.int32),
+    )
+    tasks = Tasks(prompts(config.policy.prompt), prompts(config.world.prompt))
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
+    played, _ = jax.eval_shape(
+        play_fn(config, policy, world, special),
+        params["policy"],
+        params["world"],
+        keys,
+        tasks,
+        rollout.Memory(**room),
+    )
+    return {"params": params, "memory": room, "rollout": played}

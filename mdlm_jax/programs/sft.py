@@ -1,0 +1,200 @@
+"""Supervised training: the world model (diffusion or autoregressive) or the policy's warm start.
+
+Diffusion follows SDAR's supervised fine-tuning (one masking rate per episode, 1/p weights, clean and
+noisy halves), from scratch, with the noisy half cut down to the blocks that hold an observation. The
+autoregressive world and the policy are trained by next-token prediction of their own turns.
+"""
+
+import pathlib
+import time
+from functools import partial
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from mdlm_jax import check, ops
+from mdlm_jax.programs import build
+from mdlm_jax.structs import Mean, TokenBatch, TrainState
+from mdlm_jax.tokens import batches, tokenizer
+from mdlm_jax.tokens import trajectory as tj
+from mdlm_jax.train import checkpoint, logging, mesh, state
+
+DEV_BATCHES = 4  # the dev loss is a mean over this many fixed batches
+
+
+def run(config: ConfigDict, workdir: pathlib.Path, what: str) -> None:
+    """Trains `what` ("world" or "policy") to config.sft[what].steps, from the last checkpoint on."""
+    on = build.make_mesh(config)
+    train_records, dev_records = read_records(workdir, what)
+    words = the_tokenizer(config, workdir)
+    model, loss_fn_of, encode = recipe(config, what, words)
+    plan = config.sft[what]
+    check_rows(plan.rows, on)
+    train_rows = pack(train_records, encode, plan, model, name="train")
+    dev_rows = pack(dev_records, encode, plan, model, name="dev")
+    loss_fn = loss_fn_of(segments=batches.most_segments([*train_rows, *dev_rows]))
+
+    folder = workdir / name_of(config, what)
+    key = jax.random.key(config.seed)
+    init_key, run_key, dev_key = jax.random.split(key, 3)
+    optimizer = state.optimizer(
+        state.warmup_cosine(plan.learning_rate, steps=plan.steps, warmup=plan.warmup),
+        clip_norm=plan.clip_norm,
+        weight_decay=plan.weight_decay,
+    )
+    with jax.set_mesh(on):
+        first = jax.jit(partial(state.create, optimizer=optimizer))(
+            build.init_params(init_key, model, on)
+        )
+        step_fn = jax.jit(
+            partial(state.update, loss_fn=loss_fn, optimizer=optimizer), donate_argnums=0
+        )
+        dev_loss = jax.jit(lambda params, piece: loss_fn(params, piece)[0])
+        train = batches.Batches(train_rows, size=plan.rows, seed=config.seed)
+        dev = batches.Batches(dev_rows, size=plan.rows, seed=0)
+        dev_pieces = [
+            (jax.random.fold_in(dev_key, i), place(dev[i], on)) for i in range(DEV_BATCHES)
+        ]
+        with check.user_errors():
+            saved = checkpoint.Checkpoints(folder / "checkpoints", fingerprint(config, what))
+        loop(
+            first, saved, folder, plan, train, on, run_key, step_fn,
+            lambda params: mean_loss(dev_loss, params, dev_pieces),
+        )  # fmt: skip
+    saved.close()
+
+
+def loop(first, saved, folder, plan, train, on, run_key, step_fn, dev_loss) -> None:
+    """Update, log, save; every step is a function of (state, step number) alone."""
+    restored = saved.restore(checkpoint.abstract(first))
+    start, now = restored if restored else (0, first)
+    log = logging.MetricsLog(folder)
+    log.truncate(start)
+    progress = logging.Progress(plan.steps, f"sft {folder.name}", start=start)
+    best = log.best("dev_loss")
+    since, tokens = time.perf_counter(), 0
+    for step in range(start, plan.steps):
+        batch = train[step]
+        tokens += int(np.count_nonzero(batch.segment))
+        piece = (jax.random.fold_in(run_key, step), place(batch, on))
+        now, metrics = step_fn(now, jax.tree.map(lambda x: x[None], piece))
+        last = step + 1 == plan.steps
+        if (step + 1) % plan.eval_every and (step + 1) % plan.save_every and not last:
+            continue
+        row = {name: float(ops.mean_value(mean)) for name, mean in metrics.items()}
+        row |= {"tokens": tokens, "tokens_per_second": tokens / (time.perf_counter() - since)}
+        row["dev_loss"] = dev_loss(now.params)
+        if row["dev_loss"] < best:
+            best = row["dev_loss"]
+            checkpoint.save_params(folder / "params", now.params)
+        log.write(step + 1, row)
+        progress.update(step + 1, {"loss": row["loss"], "dev_loss": row["dev_loss"]})
+        saved.save(step + 1, now)
+        since, tokens = time.perf_counter(), 0
+    progress.close()
+
+
+def name_of(config: ConfigDict, what: str) -> str:
+    """Folder of a trained model under the workdir."""
+    return f"world_{config.world.kind}" if what == "world" else "policy"
+
+
+def read_records(workdir: pathlib.Path, what: str) -> tuple[list, list]:
+    """Training and dev episodes. The policy learns from the few expert ones only."""
+    names = ("train", "dev") if what == "world" else ("expert", "dev")
+    with check.user_errors():
+        train, dev = (read_file(workdir / "data" / f"{name}.jsonl") for name in names)
+    if what == "policy":
+        dev = [record for record in dev if record.success]
+    return train, dev
+
+
+def read_file(path: pathlib.Path) -> list[tj.Trajectory]:
+    """A trajectory file's episodes. Raises ValueError if it is missing or torn."""
+    if not path.exists():
+        raise ValueError(f"{path} is missing; `python -m mdlm_jax collect` makes it")
+    return tj.read_jsonl(path)
+
+
+def the_tokenizer(config: ConfigDict, workdir: pathlib.Path) -> tokenizer.Tokenizer:
+    """The run's tokenizer; the first training makes it from the train fold's text."""
+    path = workdir / "tokenizer.json"
+    if path.exists():
+        return build.load_tokenizer(workdir)
+    with check.user_errors():
+        records = read_file(workdir / "data" / "train.jsonl")
+    words = tokenizer.train(texts(records), vocab_size=config.tokenizer.vocab_size)
+    partial_path = path.with_suffix(".partial")
+    words.save(partial_path)
+    partial_path.rename(path)
+    print(f"tokenizer: {words.vocab_size} tokens -> {path}")
+    return words
+
+
+def texts(records: list[tj.Trajectory]):
+    """All text that either side reads or writes."""
+    for record in records:
+        yield tj.world_prompt(record.scene)
+        yield tj.policy_prompt(record.scene)
+        for turn in record.turns:
+            yield turn.action
+            yield turn.observation
+
+
+def recipe(config: ConfigDict, what: str, words: tokenizer.Tokenizer):
+    """The model, its loss (waiting for the number of segments) and the way an episode is written."""
+    if what == "policy":
+        model = build.policy_model(config, words.vocab_size)
+        loss = partial(build.autoregressive_loss, model, words.special)
+        return model, loss, partial(batches.policy_episode, words)
+    model = build.world_model(config, words.vocab_size)
+    loss = partial(build.LOSSES[config.world.kind], model, words.special, eps=config.sft.mask_eps)
+    return model, loss, partial(batches.world_episode, words, block_length=model.order_length)
+
+
+def pack(records, encode, plan: ConfigDict, model: build.Model, *, name: str) -> list[dict]:
+    """Packed rows of the records, with a line about what was packed and what was left out."""
+    episodes = [encode(record) for record in records]
+    rows, dropped = batches.pack(
+        episodes,
+        row_length=plan.row_length,
+        answer_length=plan.answer_length,
+        block_length=model.order_length,
+    )
+    filled = sum(int(np.count_nonzero(row["segment"])) for row in rows)
+    share = filled / max(1, len(rows) * plan.row_length)
+    print(
+        f"{name}: {len(episodes) - dropped} episodes, {filled} tokens in {len(rows)} rows "
+        f"({share:.0%} full); {dropped} too long, left out"
+    )
+    return rows
+
+
+def check_rows(rows: int, on: jax.sharding.Mesh) -> None:
+    """Rows must split evenly over the mesh."""
+    shards = mesh.row_shards(on)
+    if rows % shards:
+        raise check.UserError(f"rows={rows} does not divide by the {shards} row shards of the mesh")
+
+
+def place(batch: TokenBatch, on: jax.sharding.Mesh) -> TokenBatch:
+    """A host batch on the device, rows split."""
+    return jax.device_put(batch, mesh.rows(on))
+
+
+def mean_loss(dev_loss, params: dict, pieces: list) -> float:
+    """Mean loss over fixed batches and fixed masks."""
+    total = sum((dev_loss(params, piece) for piece in pieces), start=Mean(0.0, 0.0))
+    return float(ops.mean_value(total))
+
+
+def fingerprint(config: ConfigDict, what: str) -> dict:
+    """Everything that changes the numbers of this training."""
+    side = {"world": config.world, "policy": config.policy}[what].to_dict()
+    if what == "world":
+        side = {name: side[name] for name in ("kind", "block_length", "model")}
+    else:
+        side = {"model": side["model"]}
+    plan = config.sft[what].to_dict()
+    return {"seed": config.seed, "mask_eps": config.sft.mask_eps, what: side, "sft": plan}

@@ -1,0 +1,25 @@
+"""Rewards from the world's own status, never from what the agent said."""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from mdlm_jax.structs import Generation
+
+
+@struct.dataclass
+class Verdict:
+    """What one observation means for the episode. All [B]."""
+
+    success: jax.Array  # bool
+    ended: jax.Array  # bool
+    reward: jax.Array  # f32
+
+
+def status_judge(observation: Generation, *, solved_id: int, failed_id: int) -> Verdict:
+    """Reads the trailing status token of an environment turn; 1 for solved, 0 for everything else."""
+    last_B1 = jnp.maximum(observation.length - 1, 0)[:, None]
+    status_B = jnp.take_along_axis(observation.tokens, last_B1, axis=1)[:, 0]
+    solved_B = observation.stopped & (status_B == solved_id)
+    failed_B = observation.stopped & (status_B == failed_id)
+    return Verdict(solved_B, solved_B | failed_B, solved_B.astype(jnp.float32))
