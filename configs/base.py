@@ -24,7 +24,9 @@ def get_config() -> ConfigDict:
     collect.valid = 0.4  # chance that it is a random valid action; the rest are invalid ones
 
     tokenizer = config.tokenizer = ConfigDict()
-    tokenizer.vocab_size = 768  # byte-level BPE, special tokens included
+    tokenizer.vocab_size = 768  # byte-level BPE, special tokens and phrases included
+    tokenizer.phrases = 64  # whole phrases that become one token, at most
+    tokenizer.phrase_share = 0.5  # share of the episodes that a phrase must stand in
 
     world = config.world = ConfigDict()
     world.kind = "diffusion"  # or "autoregressive": the same model, data and budget
@@ -33,31 +35,33 @@ def get_config() -> ConfigDict:
     world.strategy = "low_confidence_dynamic"  # a key of diffusion.denoise.STRATEGIES
     world.threshold = 0.9  # confidence that lets a token be kept at once (dynamic)
     world.temperature = 0.0  # 0 = greedy
-    world.max_tokens = 192  # per observation
-    world.prompt = 512  # tokens of the prompt, at most
-    world.context = 768  # tokens of prompt and turns together
-    world.model = model(width=192, layers=4, heads=6, mlp=512)
+    world.max_tokens = 96  # per observation
+    world.prompt = 192  # tokens of the prompt, at most
+    world.context = 384  # tokens of prompt and turns together
+    world.model = model(width=192, layers=4, heads=4, mlp=512)
 
     policy = config.policy = ConfigDict()
     policy.temperature = 1.0  # while rolling out
-    policy.max_tokens = 24  # per action
-    policy.prompt = 256  # tokens of the prompt, at most
-    policy.context = 512  # tokens of prompt and turns together
+    policy.max_tokens = 28  # per action
+    policy.prompt = 128  # tokens of the prompt, at most
+    policy.context = 320  # tokens of prompt and turns together
     policy.model = model(width=128, layers=4, heads=4, mlp=384)
 
     sft = config.sft = ConfigDict()
-    for what, steps, rows, lr in (("world", 3000, 16, 2e-3), ("policy", 300, 16, 2e-3)):
+    for what, steps, rows, lr in (("world", 360, 16, 2e-3), ("policy", 60, 16, 2e-3)):
         part = sft[what] = ConfigDict()
         part.steps = steps  # updates
         part.rows = rows  # packed rows per update
-        part.row_length = 768  # tokens per packed row
-        part.answer_length = 384  # tokens of answer blocks per packed row (diffusion's noisy copy)
+        part.row_length = 384  # tokens per packed row
+        part.answer_length = 192  # tokens of answer blocks per packed row (diffusion's noisy copy)
         part.learning_rate = lr  # peak; linear warm-up, then cosine to a tenth
         part.warmup = 0.05  # share of the steps
+        part.rename = 0.5  # share of the episodes told with other content words (train/augment.py)
+        part.rename_below = 0.25  # content words stand in fewer than this share of the episodes
         part.weight_decay = 0.01
         part.clip_norm = 1.0  # global gradient norm
-        part.eval_every = 250  # steps between losses on the dev fold
-        part.save_every = 250  # steps between checkpoints
+        part.eval_every = 40  # steps between losses on the dev fold
+        part.save_every = 40  # steps between checkpoints
     sft.mask_eps = 1e-3  # lowest masking rate (SDAR: p = (1 - eps) t + eps)
 
     rollout = config.rollout = ConfigDict()
@@ -73,9 +77,11 @@ def get_config() -> ConfigDict:
     grpo.epsilon = 0.2  # lower clip
     grpo.epsilon_high = 0.28  # upper clip
     grpo.scale_rewards = "group"  # or "batch", "none"
+    grpo.num_iterations = 1  # updates per rollout
     grpo.micro_rows = 32  # rows per gradient piece; never changes the result
     grpo.save_every = 10  # steps between checkpoints
-    grpo.eval_every = 20  # steps between plays of the real dev fold
+    grpo.eval_every = 20  # steps between plays of the real dev games
+    grpo.eval_games = 48  # of them; the parameters that do best there are kept
 
     evaluate = config.evaluate = ConfigDict()
     evaluate.rows = 64  # generated together

@@ -101,7 +101,7 @@ def describe(twin: "_Game", task: Task) -> str:
     info = twin.start(task)
     lines = []
     for room in _walk(twin, info):
-        lines += [f"{room.name}: {room.look}" if room.name else room.look, *room.opened]
+        lines += [room.look, *room.opened]
     return "\n".join(lines)
 
 
@@ -158,9 +158,10 @@ class _Room:
         self.valid = _valid(info)
 
     def _note(self, thing: str, answer: str) -> None:
-        """Keeps one line of the state, such as "wardrobe: It's empty inside."."""
+        """Keeps one line of the state, such as "open wardrobe: It's empty inside."."""
         if answer != ALREADY_OPEN:
-            self.opened.append(f"{thing}: {answer.removeprefix(f'You open the {thing}.').strip()}")
+            shown = answer.removeprefix(f"You open the {thing}.").strip()
+            self.opened.append(f"open {thing}: {shown}")
 
 
 def _room_name(look: str) -> str:

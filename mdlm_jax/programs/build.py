@@ -97,12 +97,24 @@ def init_params(key: jax.Array, model: Model, on: jax.sharding.Mesh) -> dict:
     return jax.jit(partial(transformer.init, config=model.config), out_shardings=shardings)(key)
 
 
-def load_params(folder: pathlib.Path, model: Model, on: jax.sharding.Mesh, *, made_by: str) -> dict:
-    """Saved parameters in the rollout layout."""
+def load_params(
+    folder: pathlib.Path,
+    model: Model,
+    on: jax.sharding.Mesh,
+    *,
+    made_by: str,
+    layout: str = "rollout",
+) -> dict:
+    """Saved parameters in one of the two layouts."""
     with check.user_errors():
         return checkpoint.load_params(
-            folder, abstract_params(model, on, layout="rollout"), made_by=made_by
+            folder, abstract_params(model, on, layout=layout), made_by=made_by
         )
+
+
+def rollout_shardings(model: Model, on: jax.sharding.Mesh) -> dict:
+    """Where a rollout wants a model's parameters."""
+    return jax.tree.map(lambda s: s.sharding, abstract_params(model, on, layout="rollout"))
 
 
 # ---- losses: (params, (key, TokenBatch)) -> (Mean, metrics) ------------------------------------------
@@ -293,15 +305,32 @@ def row_keys(key: jax.Array, rows: int, on: jax.sharding.Mesh) -> jax.Array:
     return jax.device_put(jax.random.split(key, rows), mesh.rows(on))
 
 
-def play_fn(config: ConfigDict, policy: Model, world: Model, special: Specials) -> Callable:
-    """The jitted rollout: (policy params, world params, keys, Tasks, Memory) -> (Rollout, Memory)."""
+def rows_sharding(on: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
+    """Where the rows of a batch lie."""
+    return mesh.rows(on)
+
+
+def play_fn(
+    config: ConfigDict,
+    policy: Model,
+    world: Model,
+    special: Specials,
+    *,
+    group: int,
+    turns: int,
+    temperature: float,
+) -> Callable:
+    """The jitted rollout: (policy params, world params, keys, Tasks, Memory) -> (Rollout, Memory).
+
+    The memory is donated. `temperature` is the policy's.
+    """
     loop = partial(
         rollout.rollout,
-        policy_speaker(config, policy, special, temperature=config.policy.temperature),
+        policy_speaker(config, policy, special, temperature=temperature),
         world_speaker(config, world, special),
         judge(special),
-        group=config.rollout.group,
-        turns=config.rollout.turns,
+        group=group,
+        turns=turns,
     )
     return jax.jit(loop, donate_argnums=(4,))
 
@@ -331,7 +360,15 @@ def shapes(config: ConfigDict) -> dict:
     tasks = Tasks(prompts(config.policy.prompt), prompts(config.world.prompt))
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
     played, _ = jax.eval_shape(
-        play_fn(config, policy, world, special),
+        play_fn(
+            config,
+            policy,
+            world,
+            special,
+            group=config.rollout.group,
+            turns=config.rollout.turns,
+            temperature=config.policy.temperature,
+        ),
         params["policy"],
         params["world"],
         keys,

@@ -18,9 +18,10 @@ from mdlm_jax.programs import build
 from mdlm_jax.structs import Mean, TokenBatch, TrainState
 from mdlm_jax.tokens import batches, tokenizer
 from mdlm_jax.tokens import trajectory as tj
-from mdlm_jax.train import checkpoint, logging, mesh, state
+from mdlm_jax.train import augment, checkpoint, logging, mesh, state
 
 DEV_BATCHES = 4  # the dev loss is a mean over this many fixed batches
+PHRASE_EPISODES = 100  # enough to tell which phrases stand in most episodes
 
 
 def run(config: ConfigDict, workdir: pathlib.Path, what: str) -> None:
@@ -33,7 +34,9 @@ def run(config: ConfigDict, workdir: pathlib.Path, what: str) -> None:
     check_rows(plan.rows, on)
     train_rows = pack(train_records, encode, plan, model, name="train")
     dev_rows = pack(dev_records, encode, plan, model, name="dev")
-    loss_fn = loss_fn_of(segments=batches.most_segments([*train_rows, *dev_rows]))
+    segments = batches.most_segments([*train_rows, *dev_rows])
+    dev_fn = loss_fn_of(segments=segments)
+    loss_fn = renamed(dev_fn, plan, train_rows, words, segments=segments)
 
     folder = workdir / name_of(config, what)
     key = jax.random.key(config.seed)
@@ -50,7 +53,7 @@ def run(config: ConfigDict, workdir: pathlib.Path, what: str) -> None:
         step_fn = jax.jit(
             partial(state.update, loss_fn=loss_fn, optimizer=optimizer), donate_argnums=0
         )
-        dev_loss = jax.jit(lambda params, piece: loss_fn(params, piece)[0])
+        dev_loss = jax.jit(lambda params, piece: dev_fn(params, piece)[0])
         train = batches.Batches(train_rows, size=plan.rows, seed=config.seed)
         dev = batches.Batches(dev_rows, size=plan.rows, seed=0)
         dev_pieces = [
@@ -79,20 +82,25 @@ def loop(first, saved, folder, plan, train, on, run_key, step_fn, dev_loss) -> N
         tokens += int(np.count_nonzero(batch.segment))
         piece = (jax.random.fold_in(run_key, step), place(batch, on))
         now, metrics = step_fn(now, jax.tree.map(lambda x: x[None], piece))
+        progress.update(step + 1, metrics_of(metrics))
         last = step + 1 == plan.steps
         if (step + 1) % plan.eval_every and (step + 1) % plan.save_every and not last:
             continue
-        row = {name: float(ops.mean_value(mean)) for name, mean in metrics.items()}
+        row = {name: float(value) for name, value in metrics_of(metrics).items()}
         row |= {"tokens": tokens, "tokens_per_second": tokens / (time.perf_counter() - since)}
         row["dev_loss"] = dev_loss(now.params)
         if row["dev_loss"] < best:
             best = row["dev_loss"]
             checkpoint.save_params(folder / "params", now.params)
         log.write(step + 1, row)
-        progress.update(step + 1, {"loss": row["loss"], "dev_loss": row["dev_loss"]})
         saved.save(step + 1, now)
         since, tokens = time.perf_counter(), 0
     progress.close()
+
+
+def metrics_of(metrics: dict[str, Mean]) -> dict[str, jax.Array]:
+    """The means themselves."""
+    return {name: ops.mean_value(mean) for name, mean in metrics.items()}
 
 
 def name_of(config: ConfigDict, what: str) -> str:
@@ -124,12 +132,24 @@ def the_tokenizer(config: ConfigDict, workdir: pathlib.Path) -> tokenizer.Tokeni
         return build.load_tokenizer(workdir)
     with check.user_errors():
         records = read_file(workdir / "data" / "train.jsonl")
-    words = tokenizer.train(texts(records), vocab_size=config.tokenizer.vocab_size)
+    plan = config.tokenizer
+    phrases = tokenizer.common_phrases(
+        [whole_text(record) for record in records[:PHRASE_EPISODES]],
+        share=plan.phrase_share,
+        most=plan.phrases,
+    )
+    words = tokenizer.train(texts(records), vocab_size=plan.vocab_size, phrases=phrases)
     partial_path = path.with_suffix(".partial")
     words.save(partial_path)
     partial_path.rename(path)
-    print(f"tokenizer: {words.vocab_size} tokens -> {path}")
+    print(f"tokenizer: {words.vocab_size} tokens, {len(phrases)} of them phrases -> {path}")
     return words
+
+
+def whole_text(record: tj.Trajectory) -> str:
+    """All that the world reads and writes in an episode, a line each."""
+    turns = (text for turn in record.turns for text in (turn.action, turn.observation))
+    return "\n".join([tj.world_prompt(record.scene), *turns])
 
 
 def texts(records: list[tj.Trajectory]):
@@ -169,6 +189,27 @@ def pack(records, encode, plan: ConfigDict, model: build.Model, *, name: str) ->
         f"({share:.0%} full); {dropped} too long, left out"
     )
     return rows
+
+
+def renamed(loss_fn, plan: ConfigDict, rows: list[dict], words: tokenizer.Tokenizer, *, segments: int):
+    """The loss on episodes of which a share is renamed."""
+    content_V = augment.content_tokens(
+        rows,
+        vocab_size=words.vocab_size,
+        specials=len(tokenizer.SPECIALS),
+        share=plan.rename_below,
+    )
+    print(f"renaming {plan.rename:.0%} of the episodes: {content_V.sum()} content tokens")
+
+    def loss(params: dict, piece: tuple[jax.Array, TokenBatch]):
+        key, batch = piece
+        rename_key, loss_key = jax.random.split(key)
+        batch = augment.rename(
+            rename_key, batch, content_V=content_V, share=plan.rename, segments=segments
+        )
+        return loss_fn(params, (loss_key, batch))
+
+    return loss
 
 
 def check_rows(rows: int, on: jax.sharding.Mesh) -> None:

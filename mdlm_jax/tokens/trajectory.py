@@ -102,6 +102,13 @@ class Trajectory:
     format: int = FORMAT
 
 
+def before(trajectory: Trajectory, turn: int) -> Trajectory:
+    """The episode as it stood before turn number `turn` (from 0)."""
+    past = trajectory.turns[:turn]
+    score = past[-1].score if past else 0.0
+    return dataclasses.replace(trajectory, turns=past, success=False, score=score)
+
+
 # ---------------------------------------------------------------- prompts
 
 

@@ -1,0 +1,50 @@
+"""Renaming: the same episode told with other content words, so that a model learns to look things up.
+
+A text world has few names, and a small model would rather learn them by heart than learn to copy; then
+it fails at every name it has not met. With renaming, the content tokens of an episode trade places by a
+random permutation, the same one for all that is said in the episode. What happened stays true (the
+thing that was taken is the thing in the inventory), but only reading the episode tells its names.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mdlm_jax.structs import TokenBatch
+
+
+def content_tokens(
+    rows: Sequence[dict[str, np.ndarray]], *, vocab_size: int, specials: int, share: float
+) -> np.ndarray:
+    """bool[V]: tokens that stand in fewer than `share` of the episodes; the rest is grammar.
+
+    `rows` are packed rows; the first `specials` ids are special tokens and never content.
+    """
+    seen, episodes = np.zeros(vocab_size, np.int64), 0
+    for row in rows:
+        for segment in range(1, int(row["segment"].max()) + 1):
+            seen[np.unique(row["tokens"][row["segment"] == segment])] += 1
+            episodes += 1
+    content = (seen > 0) & (seen < share * episodes)
+    content[:specials] = False
+    return content
+
+
+def rename(
+    key: jax.Array, batch: TokenBatch, *, content_V: np.ndarray, share: float, segments: int
+) -> TokenBatch:
+    """Renames a random `share` of the segments of each row; `segments` bounds the segments of a row."""
+    permute_key, choose_key = jax.random.split(key)
+    rows, vocab = batch.tokens.shape[0], len(content_V)
+    content = jnp.asarray(np.flatnonzero(content_V), jnp.int32)  # i32[n]
+    lottery = jax.random.uniform(permute_key, (rows, segments, len(content)))
+    names_BSV = jnp.broadcast_to(jnp.arange(vocab), (rows, segments, vocab))
+    names_BSV = names_BSV.at[:, :, content].set(content[jnp.argsort(lottery, axis=-1)])
+    segment_BL = jnp.maximum(batch.segment - 1, 0)
+    row_B1 = jnp.arange(rows)[:, None]
+    renamed_BL = names_BSV[row_B1, segment_BL, batch.tokens]
+    chosen_BS = jax.random.uniform(choose_key, (rows, segments)) < share
+    chosen_BL = jnp.take_along_axis(chosen_BS, segment_BL, axis=1) & (batch.segment > 0)
+    return batch.replace(tokens=jnp.where(chosen_BL, renamed_BL, batch.tokens))
