@@ -24,7 +24,7 @@ def get_config() -> ConfigDict:
     collect.valid = 0.4  # chance that it is a random valid action; the rest are invalid ones
 
     tokenizer = config.tokenizer = ConfigDict()
-    tokenizer.vocab_size = 768  # byte-level BPE, special tokens and phrases included
+    tokenizer.vocab_size = 2048  # byte-level BPE, specials and phrases included; fewer if words run out
     tokenizer.phrases = 64  # whole phrases that become one token, at most
     tokenizer.phrase_share = 0.5  # share of the episodes that a phrase must stand in
 
@@ -57,7 +57,7 @@ def get_config() -> ConfigDict:
         part.learning_rate = lr  # peak; linear warm-up, then cosine to a tenth
         part.warmup = 0.05  # share of the steps
         part.rename = 0.5  # share of the episodes told with other content words (train/augment.py)
-        part.rename_below = 0.25  # content words stand in fewer than this share of the episodes
+        part.rename_below = 0.1  # content words stand in fewer than this share of the episodes
         part.weight_decay = 0.01
         part.clip_norm = 1.0  # global gradient norm
         part.eval_every = 40  # steps between losses on the dev fold

@@ -1,16 +1,19 @@
 """What a model has read so far: reading messages, looking at windows, writing the cache.
 
-Both ways of generating keep the same books. `cached` leading tokens have their keys and values in the
-cache; the tokens from there to `length` are pending and are fed again with the next forward pass.
+Both ways of generating keep the same books. `cached` leading tokens have their keys and values in
+the cache; the tokens from there to `length` are pending and are fed again with the next forward
+pass.
 
 The step function that everything here takes is
 
-    step_fn(params, tokens_BW, positions_BW, live_BW, cache, cached_B) -> hidden_BWD, fresh Cache of W
+    step_fn(params, tokens_BW, positions_BW, live_BW, cache, cached_B)
+        -> hidden_BWD, fresh Cache of W
 
 and sees the cache up to `cached` plus the fresh window, under the model's own mask.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -19,22 +22,28 @@ from mdlm_jax.structs import Cache, Context, Message
 
 
 def empty(rows: int, size: int, cache_shape: tuple[int, ...], dtype: jnp.dtype) -> Context:
-    """An unread context of `rows` rows and `size` places; `cache_shape` is (layers, kv heads, width)."""
+    """An unread context of `size` places; `cache_shape` is (layers, kv heads, width)."""
     layers, heads, width = cache_shape
-    zeros_NBCJK = jnp.zeros((layers, rows, size, heads, width), dtype)
-    nothing_B = jnp.zeros((rows,), jnp.int32)
-    tokens_BC = jnp.zeros((rows, size), jnp.int32)
-    return Context(tokens_BC, nothing_B, nothing_B, Cache(zeros_NBCJK, zeros_NBCJK))
+    shape_NBCJK = (layers, rows, size, heads, width)
+    # An array each: memory that is shared could not be donated.
+    return Context(
+        tokens=jnp.zeros((rows, size), jnp.int32),
+        length=jnp.zeros((rows,), jnp.int32),
+        cached=jnp.zeros((rows,), jnp.int32),
+        cache=Cache(jnp.zeros(shape_NBCJK, dtype), jnp.zeros(shape_NBCJK, dtype)),
+    )
 
 
 def window(context: Context, start_B: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
-    """Tokens and positions i32[B, width] from `start_B` on; places past the end read as the last."""
+    """Tokens and positions i32[B, width] from `start_B` on; past the end stands the last token."""
     positions_BW = start_B[:, None] + jnp.arange(width)
     inside_BW = jnp.minimum(positions_BW, context.tokens.shape[1] - 1)
     return jnp.take_along_axis(context.tokens, inside_BW, axis=1), positions_BW
 
 
-def put(buffer_BC: jax.Array, values_BW: jax.Array, positions_BW: jax.Array, keep_BW: jax.Array):
+def put(
+    buffer_BC: jax.Array, values_BW: jax.Array, positions_BW: jax.Array, keep_BW: jax.Array
+) -> jax.Array:
     """Writes the kept values at their positions; the rest, and what lies outside, is dropped."""
     places_BW = jnp.where(keep_BW, positions_BW, buffer_BC.shape[1])
     rows_B1 = jnp.arange(buffer_BC.shape[0])[:, None]
@@ -48,7 +57,9 @@ def write(cache: Cache, fresh: Cache, positions_BW: jax.Array, keep_BW: jax.Arra
     rows_B1 = jnp.arange(places_BW.shape[0])[:, None]
 
     def scatter(old_NBCJK, new_NBWJK):
-        return old_NBCJK.at[:, rows_B1, places_BW].set(new_NBWJK.astype(old_NBCJK.dtype), mode="drop")
+        return old_NBCJK.at[:, rows_B1, places_BW].set(
+            new_NBWJK.astype(old_NBCJK.dtype), mode="drop"
+        )
 
     return Cache(scatter(cache.key, fresh.key), scatter(cache.value, fresh.value))
 
@@ -94,20 +105,22 @@ def read(
 
 
 def begin(read_fn: Callable, prompts: Message, context: Context, *, group: int) -> Context:
-    """Reads P prompts once each and gives every one of its `group` rows a copy, in `context`'s memory.
+    """Reads P prompts once each and copies them to their `group` rows, in `context`'s memory.
 
     Rows are group-contiguous: row r continues prompt r // group.
     """
     rows, width = prompts.tokens.shape
     layers, _, _, heads, head_width = context.cache.key.shape
-    small = read_fn(empty(rows, width, (layers, heads, head_width), context.cache.key.dtype), prompts)
-    each = lambda x, axis: jnp.repeat(x, group, axis=axis)  # noqa: E731
-    paste = lambda old, new: old.at[:, :, :width].set(each(new, 1))  # noqa: E731
+    blank = empty(rows, width, (layers, heads, head_width), context.cache.key.dtype)
+    small = read_fn(blank, prompts)
+    copies = partial(jnp.repeat, repeats=group)
+
+    def paste(old_NBCJK, small_NPWJK):
+        return old_NBCJK.at[:, :, :width].set(copies(small_NPWJK, axis=1))
+
     return Context(
-        tokens=context.tokens.at[:, :width].set(each(small.tokens, 0)),
-        length=each(small.length, 0),
-        cached=each(small.cached, 0),
-        cache=Cache(
-            paste(context.cache.key, small.cache.key), paste(context.cache.value, small.cache.value)
-        ),
+        tokens=context.tokens.at[:, :width].set(copies(small.tokens, axis=0)),
+        length=copies(small.length, axis=0),
+        cached=copies(small.cached, axis=0),
+        cache=jax.tree.map(paste, context.cache, small.cache),
     )

@@ -35,42 +35,40 @@ def generate(
 ) -> tuple[Generation, Context]:
     """Writes at most `max_tokens` behind each active row's context, ending with a stop token.
 
-    `step_fn` returns logits f32[B, 1, V] and the fresh keys and values of one token. The last token of
-    a context is always pending: it is fed with the first pass. A row that meets its limit gets the first
-    of `stop_ids` as its last token, forced (not `sampled`), and ends unstopped.
+    `step_fn` returns logits f32[B, 1, V] and the fresh keys and values of one token. The last
+    token of a context is always pending: it is fed with the first pass. A row that comes to its
+    last place and does not stop there by itself gets the first of `stop_ids`, forced (not
+    `sampled`), and ends unstopped.
     """
     prompt_B = context.length
     limit_B = jnp.minimum(prompt_B + max_tokens, context.tokens.shape[1])
     stops = jnp.asarray(stop_ids, jnp.int32)
 
     def one_token(state: Line) -> Line:
-        context = state.context
-        last_B = context.length - 1
-        tokens_B1, positions_B1 = ctx.window(context, last_B, 1)
-        on_B1 = state.active[:, None]
-        logits_B1V, fresh = step_fn(params, tokens_B1, positions_B1, on_B1, context.cache, context.cached)
-        keys = jax.vmap(jax.random.fold_in)(keys_B, context.length)
-        ids_B, logprobs_B = sampling.sample(keys, logits_B1V[:, 0], temperature=temperature)
-        forced_B = context.length + 1 >= limit_B
+        old, on_B1 = state.context, state.active[:, None]
+        tokens_B1, positions_B1 = ctx.window(old, old.length - 1, 1)
+        logits_B1V, fresh = step_fn(params, tokens_B1, positions_B1, on_B1, old.cache, old.cached)
+        next_keys_B = jax.vmap(jax.random.fold_in)(keys_B, old.length)
+        ids_B, logprobs_B = sampling.sample(next_keys_B, logits_B1V[:, 0], temperature=temperature)
+        stopped_B = jnp.isin(ids_B, stops)
+        forced_B = (old.length + 1 >= limit_B) & ~stopped_B
         ids_B = jnp.where(forced_B, stops[0], ids_B)
-        next_B1 = context.length[:, None]
-        stopped_B = state.active & jnp.isin(ids_B, stops)
-        grown_B = context.length + state.active
-        context = context.replace(
-            tokens=ctx.put(context.tokens, ids_B[:, None], next_B1, on_B1),
-            cache=ctx.write(context.cache, fresh, positions_B1, on_B1),
-            cached=jnp.where(state.active, context.length, context.cached),
-            length=grown_B,
+        next_B1, chosen_B1 = old.length[:, None], on_B1 & ~forced_B[:, None]
+        context = old.replace(
+            tokens=ctx.put(old.tokens, ids_B[:, None], next_B1, on_B1),
+            cache=ctx.write(old.cache, fresh, positions_B1, on_B1),
+            cached=jnp.where(state.active, old.length, old.cached),
+            length=old.length + state.active,
         )
         return Line(
             context=context,
-            active=state.active & ~stopped_B,
-            stopped=state.stopped | (stopped_B & ~forced_B),
-            logprobs=ctx.put(state.logprobs, logprobs_B[:, None], next_B1, on_B1 & ~forced_B[:, None]),
+            active=state.active & ~stopped_B & ~forced_B,
+            stopped=state.stopped | (state.active & stopped_B),
+            logprobs=ctx.put(state.logprobs, logprobs_B[:, None], next_B1, chosen_B1),
             forwards=state.forwards + state.active,
         )
 
-    active_B = active_B & (limit_B > prompt_B)
+    active_B = active_B & (limit_B > prompt_B) & (prompt_B > 0)
     state = Line(
         context=context,
         active=active_B,

@@ -1,5 +1,7 @@
 """The forward process: which tokens of the noisy copy are masked, and at which rate."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -23,7 +25,7 @@ class Noisy:
 
 
 def rates(key: jax.Array, shape: tuple[int, int], *, eps: float) -> jax.Array:
-    """One masking rate per (row, segment): p = (1 - eps) t + eps, t ~ U(0, 1) (SDAR's SFT, spec 4a).
+    """One masking rate per (row, segment): p = (1 - eps) t + eps, t ~ U(0, 1) (SDAR's SFT).
 
     The t are spread evenly with one common random offset: each is uniform, their mean varies less.
     """
@@ -35,10 +37,13 @@ def rates(key: jax.Array, shape: tuple[int, int], *, eps: float) -> jax.Array:
 
 
 def draw_mask(key: jax.Array, eligible_BM: jax.Array, rate_BM: jax.Array) -> jax.Array:
-    """Masks each eligible token with its rate; no row with an eligible token stays without a mask."""
+    """Masks each eligible token with its rate, and at least one in a row that has any."""
+
+    def lottery(attempt):
+        return jax.random.uniform(jax.random.fold_in(key, attempt), rate_BM.shape)
 
     def draw(attempt):
-        return eligible_BM & (jax.random.uniform(jax.random.fold_in(key, attempt), rate_BM.shape) < rate_BM)
+        return eligible_BM & (lottery(attempt) < rate_BM)
 
     def lacking(masked_BM):
         return ~masked_BM.any(1) & eligible_BM.any(1)
@@ -51,8 +56,8 @@ def draw_mask(key: jax.Array, eligible_BM: jax.Array, rate_BM: jax.Array) -> jax
         return (state[0] <= REDRAWS) & lacking(state[1]).any()
 
     _, masked_BM = jax.lax.while_loop(unfinished, redraw, (jnp.int32(1), draw(0)))
-    lottery_BM = jax.random.uniform(jax.random.fold_in(key, REDRAWS + 1), rate_BM.shape) * eligible_BM
-    one_BM = jax.nn.one_hot(jnp.argmax(lottery_BM, 1), rate_BM.shape[1], dtype=bool)
+    winner_B = jnp.argmax(lottery(REDRAWS + 1) * eligible_BM, axis=1)
+    one_BM = jax.nn.one_hot(winner_B, rate_BM.shape[1], dtype=bool)
     return jnp.where(lacking(masked_BM)[:, None], one_BM & eligible_BM, masked_BM)
 
 
@@ -61,7 +66,7 @@ def corrupt(key: jax.Array, batch: TokenBatch, *, mask_id: int, eps: float, segm
     rate_key, mask_key = jax.random.split(key)
     real_BM = batch.answer_index >= 0
     index_BM = jnp.maximum(batch.answer_index, 0)
-    gather = lambda x_BL: jnp.take_along_axis(x_BL, index_BM, axis=1)  # noqa: E731
+    gather = partial(jnp.take_along_axis, indices=index_BM, axis=1)
     segment_BM = jnp.where(real_BM, gather(batch.segment), 0)
     rate_BS = rates(rate_key, (segment_BM.shape[0], segments), eps=eps)
     rate_BM = jnp.take_along_axis(rate_BS, jnp.maximum(segment_BM - 1, 0), axis=1)

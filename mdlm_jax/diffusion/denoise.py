@@ -1,8 +1,9 @@
 """The reverse process: blocks of masked tokens, unmasked in parallel, in one `lax.while_loop`.
 
-Every row works on its own block: a row that has finished one commits it to the cache and goes on to the
-next while its neighbours are still unmasking, so no row waits for another. Within a block the cache is
-frozen; the pass that finds a block clean is the one that writes it (SDAR, spec sdar.md 5).
+Every row works on its own block: a row that has finished one commits it to the cache and goes on
+to the next while its neighbours are still unmasking, so no row waits for another. Within a block
+the cache is frozen; the pass that finds a block clean is the one that writes it (SDAR, spec
+sdar.md 5).
 """
 
 import dataclasses
@@ -62,14 +63,14 @@ class View:
     lottery: jax.Array  # f32  uniform
 
 
-# ---- strategies: (View, masked bool[B, b], k i32[B], threshold) -> tokens to settle now, bool[B, b] ----
+# ---- strategies: (View, masked bool[B, b], k i32[B], threshold) -> tokens to settle, bool[B, b] --
 
 
 def rank(score_Bb: jax.Array, masked_Bb: jax.Array) -> jax.Array:
     """Place of each masked token by falling score, 0 = best; ties go to the lower index.
 
-    NaN (a diverged model) counts as the worst score, so that each pass still settles a token and the
-    loop ends.
+    NaN (a diverged model) counts as the worst score, so that each pass still settles a token and
+    the loop ends.
     """
     cost_Bb = jnp.nan_to_num(-score_Bb, nan=jnp.finfo(jnp.float32).max)
     falling_Bb = jnp.argsort(jnp.where(masked_Bb, cost_Bb, jnp.inf), axis=1, stable=True)
@@ -286,7 +287,7 @@ def _in_answer(state: Canvas, positions_BW: jax.Array) -> jax.Array:
 
 
 def _stops(state: Canvas, tokens_BW, positions_BW, plan: Plan) -> jax.Array:
-    """Stop tokens of the answer. Those in the prompt, or in the fill behind the answer, are none."""
+    """Stop tokens of the answer. In the prompt, or behind an answer's limit, they do not count."""
     is_stop_BW = jnp.isin(tokens_BW, jnp.asarray(plan.stop_ids, jnp.int32))
     return is_stop_BW & _in_answer(state, positions_BW)
 

@@ -15,18 +15,19 @@ class Sight:
 
 
 def visible(query: Sight, key: Sight) -> jax.Array:
-    """bool[B, Q, K]: True = attend. SDAR's training mask (arXiv 2510.06303), of which the rest are cases.
+    """Who attends to whom, bool[B, Q, K]: SDAR's training mask (arXiv 2510.06303).
 
-    Clean sees clean of its own and earlier order; noisy sees clean of earlier order and noisy of its
-    own; nobody else sees noisy. With order = position and nothing noisy this is the causal mask.
+    Clean sees clean of its own and earlier order; noisy sees clean of earlier order and noisy of
+    its own; nobody else sees noisy. With order = position and nothing noisy this is the causal
+    mask.
     """
-    q = lambda x: x[:, :, None]  # noqa: E731
-    k = lambda x: x[:, None, :]  # noqa: E731
-    same = (q(query.segment) == k(key.segment)) & (k(key.segment) > 0)
-    earlier = k(key.order) < q(query.order)
-    level = k(key.order) == q(query.order)
-    clean_key = ~k(key.noisy) & (earlier | (level & ~q(query.noisy)))
-    noisy_key = k(key.noisy) & q(query.noisy) & level
+    query = jax.tree.map(lambda x_BQ: x_BQ[:, :, None], query)
+    key = jax.tree.map(lambda x_BK: x_BK[:, None, :], key)
+    same = (query.segment == key.segment) & (key.segment > 0)
+    earlier = key.order < query.order
+    level = key.order == query.order
+    clean_key = ~key.noisy & (earlier | (level & ~query.noisy))
+    noisy_key = key.noisy & query.noisy & level
     return same & (clean_key | noisy_key)
 
 

@@ -22,11 +22,15 @@ from mdlm_jax.tokens.tokenizer import Specials, Tokenizer
 from mdlm_jax.train import checkpoint, mesh
 
 
+VOCAB_MULTIPLE = 64
+
+
 @dataclasses.dataclass(frozen=True)
 class Model:
     """A Transformer's functions and its shape; no parameters inside."""
 
     config: transformer.ModelConfig
+    words: int  # ids of the tokenizer; the model's vocabulary may be padded beyond them
     order_length: int  # block length of the mask; 1 = causal
 
     def hidden(self, params: dict, tokens_BW, positions_BW, live_BW, cache=None, cached_B=None):
@@ -48,8 +52,12 @@ class Model:
 
 
 def model(shape: ConfigDict, *, vocab_size: int, order_length: int) -> Model:
-    """The model of `config.world.model` or `config.policy.model`."""
-    return Model(transformer.ModelConfig(vocab_size=vocab_size, **shape), order_length)
+    """The model of `config.world.model` or `config.policy.model`.
+
+    Its vocabulary is rounded up, so that it can be split over the tensor axis of any usual mesh.
+    """
+    padded = -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    return Model(transformer.ModelConfig(vocab_size=padded, **shape), vocab_size, order_length)
 
 
 def world_model(config: ConfigDict, vocab_size: int) -> Model:
@@ -163,6 +171,7 @@ LOSSES = {"diffusion": diffusion_loss, "autoregressive": autoregressive_loss}
 
 def step_fn(model: Model, forbidden: tuple[int, ...]) -> Callable:
     """A forward pass that returns logits, without the tokens that must never be chosen."""
+    forbidden = (*forbidden, *range(model.words, model.config.vocab_size))
 
     def step(params, tokens_BW, positions_BW, live_BW, cache, cached_B):
         hidden, fresh = model.hidden(params, tokens_BW, positions_BW, live_BW, cache, cached_B)
@@ -195,15 +204,17 @@ def diffusion_speaker(
     write = partial(
         denoise.generate,
         step_fn(model, forbidden),
-        strategy=world.strategy,
-        block=block,
-        steps=world.denoising_steps,
-        threshold=world.threshold,
-        temperature=world.temperature,
-        max_tokens=world.max_tokens,
-        stop_ids=stop_ids,
-        mask_id=special.mask,
-        pad_id=special.pad,
+        plan=denoise.Plan(
+            strategy=world.strategy,
+            block=block,
+            steps=world.denoising_steps,
+            threshold=world.threshold,
+            temperature=world.temperature,
+            max_tokens=world.max_tokens,
+            stop_ids=stop_ids,
+            mask_id=special.mask,
+            pad_id=special.pad,
+        ),
     )
     return speaker(model, write, pending=block - 1, settled=lambda n_B: n_B // block * block)
 

@@ -26,19 +26,22 @@ PHRASE_EPISODES = 100  # enough to tell which phrases stand in most episodes
 
 def run(config: ConfigDict, workdir: pathlib.Path, what: str) -> None:
     """Trains `what` ("world" or "policy") to config.sft[what].steps, from the last checkpoint on."""
-    on = build.make_mesh(config)
+    on, plan, folder = build.make_mesh(config), config.sft[what], workdir / name_of(config, what)
+    check_rows(plan.rows, on)
     train_records, dev_records = read_records(workdir, what)
+    with check.user_errors():
+        saved = checkpoint.Checkpoints(folder / "checkpoints", fingerprint(config, what))
+    if saved.latest() == plan.steps:
+        print(f"sft {folder.name}: {plan.steps} steps are done already")
+        return
     words = the_tokenizer(config, workdir)
     model, loss_fn_of, encode = recipe(config, what, words)
-    plan = config.sft[what]
-    check_rows(plan.rows, on)
     train_rows = pack(train_records, encode, plan, model, name="train")
     dev_rows = pack(dev_records, encode, plan, model, name="dev")
     segments = batches.most_segments([*train_rows, *dev_rows])
     dev_fn = loss_fn_of(segments=segments)
     loss_fn = renamed(dev_fn, plan, train_rows, words, segments=segments)
 
-    folder = workdir / name_of(config, what)
     key = jax.random.key(config.seed)
     init_key, run_key, dev_key = jax.random.split(key, 3)
     optimizer = state.optimizer(
@@ -59,8 +62,6 @@ def run(config: ConfigDict, workdir: pathlib.Path, what: str) -> None:
         dev_pieces = [
             (jax.random.fold_in(dev_key, i), place(dev[i], on)) for i in range(DEV_BATCHES)
         ]
-        with check.user_errors():
-            saved = checkpoint.Checkpoints(folder / "checkpoints", fingerprint(config, what))
         loop(
             first, saved, folder, plan, train, on, run_key, step_fn,
             lambda params: mean_loss(dev_loss, params, dev_pieces),
@@ -126,19 +127,25 @@ def read_file(path: pathlib.Path) -> list[tj.Trajectory]:
 
 
 def the_tokenizer(config: ConfigDict, workdir: pathlib.Path) -> tokenizer.Tokenizer:
-    """The run's tokenizer; the first training makes it from the train fold's text."""
+    """The run's tokenizer; the first training makes it.
+
+    It learns words from the text of all folds, as a released model's tokenizer knows all words; a
+    held-out name is then no string of letters. Models are trained on the train fold alone.
+    """
     path = workdir / "tokenizer.json"
     if path.exists():
         return build.load_tokenizer(workdir)
     with check.user_errors():
-        records = read_file(workdir / "data" / "train.jsonl")
+        train, dev, test = (read_file(workdir / "data" / f"{f}.jsonl") for f in ("train", "dev", "test"))
     plan = config.tokenizer
     phrases = tokenizer.common_phrases(
-        [whole_text(record) for record in records[:PHRASE_EPISODES]],
+        [whole_text(record) for record in train[:PHRASE_EPISODES]],
         share=plan.phrase_share,
         most=plan.phrases,
     )
-    words = tokenizer.train(texts(records), vocab_size=plan.vocab_size, phrases=phrases)
+    words = tokenizer.train(
+        texts([*train, *dev, *test]), vocab_size=plan.vocab_size, phrases=phrases
+    )
     partial_path = path.with_suffix(".partial")
     words.save(partial_path)
     partial_path.rename(path)

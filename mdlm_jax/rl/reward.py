@@ -17,7 +17,7 @@ class Verdict:
 
 
 def status_judge(observation: Generation, *, solved_id: int, failed_id: int) -> Verdict:
-    """Reads the trailing status token of an environment turn; 1 for solved, 0 for everything else."""
+    """Reads the status token that ends an environment turn; reward 1 for solved, else 0."""
     last_B1 = jnp.maximum(observation.length - 1, 0)[:, None]
     status_B = jnp.take_along_axis(observation.tokens, last_B1, axis=1)[:, 0]
     solved_B = observation.stopped & (status_B == solved_id)

@@ -54,8 +54,8 @@ def observation_ids(tokenizer: Tokenizer, observation: str, status: str) -> list
 def world_episode(tokenizer: Tokenizer, record: tj.Trajectory, *, block_length: int) -> Episode:
     """Prompt with the hidden state, then the turns; observations are trained.
 
-    Each observation is filled up with trained padding to a whole block, as SDAR does with a sample, so
-    that the next turn starts at a block border here as in generation.
+    Each observation is filled up with trained padding to a whole block, as SDAR does with a
+    sample, so that the next turn starts at a block border here as in generation.
     """
     writer = Writer()
     writer.add(prompt_ids(tokenizer, tj.world_prompt(record.scene)), trained=False)
@@ -88,7 +88,7 @@ class Bin:
 def pack(
     episodes: Iterable[Episode], *, row_length: int, answer_length: int, block_length: int
 ) -> tuple[list[dict[str, np.ndarray]], int]:
-    """First-fit packing into rows of `row_length` tokens that hold at most `answer_length` answer places.
+    """First-fit packing into rows of `row_length` tokens and `answer_length` answer places at most.
 
     Returns rows (the fields of a TokenBatch without the batch axis) and how many episodes were too
     long for a row of their own and were left out.
@@ -102,7 +102,10 @@ def pack(
             continue
         open_bins = bins[-32:]  # looking further back fills rows hardly better
         for candidate in open_bins:
-            if candidate.length + length <= row_length and candidate.answers + answers <= answer_length:
+            if (
+                candidate.length + length <= row_length
+                and candidate.answers + answers <= answer_length
+            ):
                 break
         else:
             candidate = Bin([])
@@ -111,7 +114,12 @@ def pack(
         candidate.length += length
         candidate.answers += answers
     rows = [
-        row_of(full.episodes, row_length=row_length, answer_length=answer_length, block_length=block_length)
+        row_of(
+            full.episodes,
+            row_length=row_length,
+            answer_length=answer_length,
+            block_length=block_length,
+        )
         for full in bins
     ]
     return rows, dropped
@@ -167,7 +175,7 @@ class Batches:
 
 
 def message(ids: Sequence[Sequence[int]], *, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of ids as (tokens i32[B, width], length i32[B]). Raises ValueError if a row is too long."""
+    """Rows of ids as (tokens i32[B, width], length i32[B]). ValueError if a row is too long."""
     tokens = np.zeros((len(ids), width), np.int32)
     for row, row_ids in zip(tokens, ids, strict=True):
         if len(row_ids) > width:

@@ -1,8 +1,9 @@
 """Byte-level BPE with the special tokens of a text world. Special ids never come from text.
 
-A text world repeats whole phrases ("that has nothing on it.") in nearly every episode. Each of those
-becomes one token, which halves the length of an episode; names never do, because no single name
-stands in most episodes, so a name is spelled the same way wherever it occurs and can be copied.
+A text world repeats whole phrases ("that has nothing on it.") in nearly every episode. Each of
+those becomes one token, which halves the length of an episode; names never do, because no single
+name stands in most episodes, so a name is spelled the same way wherever it occurs and can be
+copied.
 """
 
 import collections
@@ -80,7 +81,7 @@ class Tokenizer:
 
 
 LONGEST_PHRASE = 16  # words
-BORDERS = ("\n", "\0")  # no phrase crosses a line end, or the gap that another phrase has left
+GAP = "\n"  # what a found phrase leaves behind; no phrase crosses white space other than one blank
 
 
 def common_phrases(texts: Sequence[str], *, share: float, most: int) -> list[str]:
@@ -88,7 +89,7 @@ def common_phrases(texts: Sequence[str], *, share: float, most: int) -> list[str
 
     Each round takes the phrase that saves the most tokens over all texts and cuts it out of them.
     """
-    pieces = [re.findall(r"\n| ?[^\s]+", text) for text in texts]
+    pieces = [re.findall(r" ?\S+|\s", text) for text in texts]
     phrases: list[str] = []
     while len(phrases) < most:
         counts, homes = collections.Counter(), collections.Counter()
@@ -107,10 +108,10 @@ def common_phrases(texts: Sequence[str], *, share: float, most: int) -> list[str
 
 
 def _runs(words: list[str]) -> Iterable[tuple[str, ...]]:
-    """All sequences of 2 to LONGEST_PHRASE words between two borders."""
+    """All sequences of 2 to LONGEST_PHRASE words with single blanks between them."""
     for start in range(len(words)):
         for end in range(start, min(start + LONGEST_PHRASE, len(words))):
-            if words[end] in BORDERS:
+            if words[end].isspace():
                 break
             if end > start:
                 yield tuple(words[start : end + 1])
@@ -121,7 +122,7 @@ def _cut(words: list[str], phrase: tuple[str, ...]) -> list[str]:
     cut, i = [], 0
     while i < len(words):
         found = tuple(words[i : i + len(phrase)]) == phrase
-        cut.append(BORDERS[1] if found else words[i])
+        cut.append(GAP if found else words[i])
         i += len(phrase) if found else 1
     return cut
 

@@ -20,14 +20,15 @@ def content_tokens(
 ) -> np.ndarray:
     """bool[V]: tokens that stand in fewer than `share` of the episodes; the rest is grammar.
 
-    `rows` are packed rows; the first `specials` ids are special tokens and never content.
+    Tokens that stand in none are content too: by renaming, a model learns to copy words it has not
+    met. `rows` are packed rows; the first `specials` ids are special tokens and never content.
     """
     seen, episodes = np.zeros(vocab_size, np.int64), 0
     for row in rows:
         for segment in range(1, int(row["segment"].max()) + 1):
             seen[np.unique(row["tokens"][row["segment"] == segment])] += 1
             episodes += 1
-    content = (seen > 0) & (seen < share * episodes)
+    content = seen < share * episodes
     content[:specials] = False
     return content
 

@@ -20,14 +20,23 @@ RULES = {
 
 
 def make(*, data: int, fsdp: int, tensor: int) -> Mesh:
-    """A mesh over all devices; one axis may be -1 and takes what is left. Raises ValueError if it can't."""
+    """A mesh over all devices; one axis may be -1 and takes what is left.
+
+    Raises ValueError where that is not possible.
+    """
     sizes = np.array([data, fsdp, tensor])
     devices = jax.device_count()
     known = int(np.prod(sizes[sizes > 0]))
-    if devices % known or (-1 not in sizes and known != devices):
+    free = int((sizes == -1).sum())
+    if free > 1 or ((sizes < 1) & (sizes != -1)).any():
         raise ValueError(
-            f"mesh data={data} fsdp={fsdp} tensor={tensor} does not divide the {devices} devices here; "
-            "set one axis to -1 to take what is left"
+            f"mesh data={data} fsdp={fsdp} tensor={tensor}: sizes are at least 1; "
+            "one of them may be -1 to take what is left"
+        )
+    if devices % known or (not free and known != devices):
+        raise ValueError(
+            f"mesh data={data} fsdp={fsdp} tensor={tensor} does not divide the {devices} devices "
+            "here; set one axis to -1 to take what is left"
         )
     sizes[sizes == -1] = devices // known
     return jax.make_mesh(tuple(int(s) for s in sizes), AXES, axis_types=(AxisType.Auto,) * 3)
@@ -54,15 +63,18 @@ def row_shards(mesh: Mesh) -> int:
 
 
 def param_shardings(mesh: Mesh, axes: dict, shapes: dict) -> dict:
-    """NamedSharding per parameter, from its logical axes. Raises ValueError where a size is not divisible."""
+    """NamedSharding per parameter, from its logical axes.
+
+    Raises ValueError where a size can't be divided.
+    """
 
     def one(path, names, shape):
         spec = tuple(RULES[name] for name in names)
         for axis, size in zip(spec, shape.shape, strict=True):
             if axis is not None and size % mesh.shape[axis]:
                 raise ValueError(
-                    f"parameter {jax.tree_util.keystr(path)} of shape {shape.shape} can't be split over "
-                    f"mesh axis {axis!r} of {mesh.shape[axis]} devices"
+                    f"parameter {jax.tree_util.keystr(path)} of shape {shape.shape} can't be split "
+                    f"over mesh axis {axis!r} of {mesh.shape[axis]} devices"
                 )
         return NamedSharding(mesh, P(*spec))
 

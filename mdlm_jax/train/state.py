@@ -19,42 +19,47 @@ def optimizer(
     learning_rate: float | optax.Schedule, *, clip_norm: float, weight_decay: float
 ) -> optax.GradientTransformation:
     """AdamW behind a global gradient-norm clip; matrices decay, norm weights do not."""
-    decays = lambda params: jax.tree.map(lambda p: p.ndim > 1, _unstacked(params))  # noqa: E731
     return optax.chain(
         optax.clip_by_global_norm(clip_norm),
-        optax.adamw(learning_rate, b2=0.98, weight_decay=weight_decay, mask=decays),
+        optax.adamw(learning_rate, b2=0.98, weight_decay=weight_decay, mask=matrices),
     )
 
 
-def _unstacked(params: dict) -> dict:
-    """One layer's view of the stacked layers, so that a stacked norm weight counts as a vector."""
-    first = lambda path, p: p[0] if "layers" in [k.key for k in path] else p  # noqa: E731
-    return jax.tree_util.tree_map_with_path(first, params)
+def matrices(params: dict) -> dict:
+    """True where a parameter is a matrix. The axis of stacked layers does not count."""
+
+    def is_matrix(path, param):
+        is_stacked = "layers" in [part.key for part in path]
+        return param.ndim - is_stacked > 1
+
+    return jax.tree_util.tree_map_with_path(is_matrix, params)
 
 
 def create(params: dict, optimizer: optax.GradientTransformation) -> TrainState:
     """Step 0."""
-    return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=optimizer.init(params))
+    return TrainState(
+        step=jnp.zeros((), jnp.int32), params=params, opt_state=optimizer.init(params)
+    )
 
 
 def gradients(loss_fn: Callable, params: dict, pieces: object) -> tuple[dict, Mean, dict]:
     """Gradient of total / count over micro-batches, divided once at the end.
 
-    `loss_fn(params, piece) -> (Mean, metrics: dict of Mean)`; `pieces` has a leading axis of pieces.
+    `loss_fn(params, piece) -> (Mean, metrics: dict of Mean)`; `pieces` have a leading axis.
     """
 
-    def one(carry, piece):
-        (_, (loss, metrics)), grads = jax.value_and_grad(
-            lambda p: (lambda out: (out[0].total, out))(loss_fn(p, piece)), has_aux=True
-        )(params)
-        new = (grads, loss, metrics)
-        return jax.tree.map(jnp.add, carry, new), None
+    def total(params, piece):
+        loss, metrics = loss_fn(params, piece)
+        return loss.total, (loss, metrics)
+
+    def add(sums, piece):
+        grads, (loss, metrics) = jax.grad(total, has_aux=True)(params, piece)
+        return jax.tree.map(jnp.add, sums, (grads, loss, metrics)), None
 
     first = jax.tree.map(lambda x: x[0], pieces)
-    shapes = jax.eval_shape(loss_fn, params, first)
-    zeros = lambda tree: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)  # noqa: E731
-    start = (zeros(params), zeros(shapes[0]), zeros(shapes[1]))
-    (grads, loss, metrics), _ = jax.lax.scan(one, start, pieces)
+    shapes = (params, *jax.eval_shape(loss_fn, params, first))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    (grads, loss, metrics), _ = jax.lax.scan(add, zeros, pieces)
     scale = 1.0 / jnp.maximum(loss.count, 1.0)
     return jax.tree.map(lambda g: g * scale, grads), loss, metrics
 
@@ -64,7 +69,7 @@ def update(
 ) -> tuple[TrainState, dict]:
     """One optimiser step. Returns the new state and metrics, each a Mean."""
     grads, loss, metrics = gradients(loss_fn, state.params, pieces)
-    norm = optax.global_norm(grads)
+    norm = optax.tree.norm(grads)
     changes, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, changes)
     metrics = {"loss": loss, "grad_norm": Mean(norm, jnp.ones(())), **metrics}
