@@ -172,6 +172,7 @@ _MODEL = {
     "rope_theta": POSITIVE,
     "rms_norm_eps": POSITIVE,
     "tie_word_embeddings": _one_of(True, False),
+    "attention_bias": _one_of(True, False),
 }
 
 _SFT = {
@@ -180,6 +181,7 @@ _SFT = {
     "row_length": COUNT,
     "answer_length": COUNT,
     "learning_rate": POSITIVE,
+    "adam_learning_rate": POSITIVE,
     "warmup": SHARE,
     "rename": SHARE,
     "rename_below": SHARE,
@@ -213,6 +215,7 @@ RULES = {
     "tokenizer.phrase_share": SHARE,
     "world.kind": _one_of(*KINDS),
     "world.block_length": _one_of(*BLOCK_LENGTHS),
+    "world.slot": COUNT,
     "world.denoising_steps": COUNT,
     "world.strategy": _one_of(*STRATEGIES),
     "world.threshold": SHARE,
@@ -273,6 +276,16 @@ _BATCH_AXES = ("mesh.data", "mesh.fsdp")
 _BATCH_TEXT = "rows must be divisible by data * fsdp devices"
 
 RELATIONS = (
+    Relation(
+        ("world.slot", "world.block_length"),
+        _is_multiple,
+        "the slot must be a multiple of the block length",
+    ),
+    Relation(
+        ("world.prompt", "world.slot"),
+        _is_multiple,
+        "the prompt must be a multiple of the slot",
+    ),
     Relation(
         ("collect.gold", "collect.valid"),
         lambda gold, valid: gold + valid <= 1 + 1e-9,

@@ -75,6 +75,16 @@ def append(context: Context, message: Message) -> Context:
     )
 
 
+def fill(message: Message, *, slot: int, pad_id: int) -> Message:
+    """The message filled up with padding to whole slots; silence stays silence."""
+    rows, width = message.tokens.shape
+    whole = -(-width // slot) * slot
+    tokens_BW = jnp.pad(message.tokens, ((0, 0), (0, whole - width)))
+    spoken_BW = jnp.arange(whole) < message.length[:, None]
+    length_B = -(-message.length // slot) * slot
+    return Message(jnp.where(spoken_BW, tokens_BW, pad_id), length_B)
+
+
 def room(context: Context) -> jax.Array:
     """Places left, i32[B]."""
     return context.tokens.shape[1] - context.length

@@ -23,7 +23,9 @@ class TokenBatch:
     segment: jax.Array  # i32[B, L]   1, 2, ... per episode; 0 = padding
     position: jax.Array  # i32[B, L]  counted from 0 inside each segment
     loss_mask: jax.Array  # bool[B, L] tokens that the model is trained to write
-    answer_index: jax.Array  # i32[B, M] places in L of whole blocks that hold a trained token; -1 = none
+    answer_index: (
+        jax.Array
+    )  # i32[B, M] places in L of whole blocks that hold a trained token; -1 = none
 
 
 @struct.dataclass

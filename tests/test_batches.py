@@ -127,7 +127,7 @@ def test_fewer_rows_than_a_batch_takes_are_repeated():
 
 def test_a_world_episode_trains_observations_and_their_status_up_to_a_block_border(words):
     record, special = record_of(), words.special
-    world = batches.world_episode(words, record, block_length=BLOCK)
+    world = batches.world_episode(words, record, block_length=BLOCK, slot=2 * BLOCK)
     ids, trained = world.tokens.tolist(), world.trained.tolist()
     prompt = [special.system, *words.encode(records.world_prompt(record.scene)), special.end]
     expected, mask = list(prompt), [False] * len(prompt)

@@ -116,7 +116,10 @@ def test_killed_and_resumed_is_straight(circle: Path, tmp_path: Path, words, fol
     run does."""
     workdir = copy_inputs(circle, tmp_path, *inputs)
     process = subprocess.Popen(
-        command(words, workdir), env=environment(1), stdout=subprocess.DEVNULL, start_new_session=True
+        command(words, workdir),
+        env=environment(1),
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
     )
     checkpoints = workdir / folder / "checkpoints"
     deadline = time.monotonic() + 300
@@ -133,4 +136,6 @@ def test_killed_and_resumed_is_straight(circle: Path, tmp_path: Path, words, fol
         {k: v for k, v in json.loads(line).items() if not k.startswith(("tokens", "step_time"))}
         for line in path.read_text().splitlines()
     ]
-    assert timeless(workdir / folder / "metrics.jsonl") == timeless(circle / folder / "metrics.jsonl")
+    assert timeless(workdir / folder / "metrics.jsonl") == timeless(
+        circle / folder / "metrics.jsonl"
+    )

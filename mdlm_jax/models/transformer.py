@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from mdlm_jax.models import masks
 from mdlm_jax.structs import Cache
 
+# Layers start by adding little to the residual stream, so that a token is still itself at the top.
+QUIET = 0.1
 NEVER = -1e30  # finite, so that a query that sees nothing stays free of NaN
 
 
@@ -32,6 +34,7 @@ class ModelConfig:
     rope_theta: float = 10_000.0
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = True
+    attention_bias: bool = False
 
     @property
     def cache_shape(self) -> tuple[int, int, int]:
@@ -111,16 +114,22 @@ def _attend_rows(q_BWHK: jax.Array, sources: list[tuple]) -> jax.Array:
 
 
 class Linear(nn.Module):
-    """x @ kernel, no bias, over the last axis."""
+    """x @ kernel (+ bias), over the last axis."""
 
     features: int
+    bias: bool = False
+    gain: float = 1.0  # of the initial output
 
     @nn.compact
     def __call__(self, x):
         shape = (x.shape[-1], self.features)
-        kernel = self.param("kernel", nn.initializers.lecun_normal(), shape)
+        normal = nn.initializers.variance_scaling(self.gain**2, "fan_in", "truncated_normal")
+        kernel = self.param("kernel", normal, shape)
         # Two axes, not three: on XLA's CPU back end the weight gradient is twice as fast.
         flat = x.reshape(-1, x.shape[-1]) @ kernel.astype(x.dtype)
+        if self.bias:
+            bias = self.param("bias", nn.initializers.zeros, (self.features,))
+            flat = flat + bias.astype(x.dtype)
         return flat.reshape(*x.shape[:-1], self.features)
 
 
@@ -135,16 +144,18 @@ class Attention(nn.Module):
         B, W, _ = x_BWD.shape
         norm = partial(RMSNorm, c.rms_norm_eps)
         turn = partial(rotate, positions_BW=positions_BW, theta=c.rope_theta)
-        q_BWE = Linear(c.num_attention_heads * c.head_dim, name="q_proj")(x_BWD)
-        k_BWE = Linear(c.num_key_value_heads * c.head_dim, name="k_proj")(x_BWD)
-        v_BWE = Linear(c.num_key_value_heads * c.head_dim, name="v_proj")(x_BWD)
+        q_BWE = Linear(c.num_attention_heads * c.head_dim, c.attention_bias, name="q_proj")(x_BWD)
+        k_BWE = Linear(c.num_key_value_heads * c.head_dim, c.attention_bias, name="k_proj")(x_BWD)
+        v_BWE = Linear(c.num_key_value_heads * c.head_dim, c.attention_bias, name="v_proj")(x_BWD)
         q_BWHK = turn(norm(name="q_norm")(q_BWE.reshape(B, W, -1, c.head_dim)))
         k_BWJK = turn(norm(name="k_norm")(k_BWE.reshape(B, W, -1, c.head_dim)))
         fresh = Cache(k_BWJK, v_BWE.reshape(B, W, -1, c.head_dim))
         sources = [(fresh.key, fresh.value, allowed_BWW)]
         if layer_cache is not None:
             sources.insert(0, (layer_cache.key, layer_cache.value, cached_BWC))
-        out_BWD = Linear(c.hidden_size, name="o_proj")(attend(q_BWHK, sources))
+        out_BWD = Linear(c.hidden_size, c.attention_bias, QUIET, name="o_proj")(
+            attend(q_BWHK, sources)
+        )
         return out_BWD, fresh
 
 
@@ -164,7 +175,7 @@ class Layer(nn.Module):
         y_BWD = norm(name="post_attention_layernorm")(x_BWD)
         gate_BWF = Linear(c.intermediate_size, name="gate_proj")(y_BWD)
         up_BWF = Linear(c.intermediate_size, name="up_proj")(y_BWD)
-        down_BWD = Linear(c.hidden_size, name="down_proj")(nn.silu(gate_BWF) * up_BWF)
+        down_BWD = Linear(c.hidden_size, gain=QUIET, name="down_proj")(nn.silu(gate_BWF) * up_BWF)
         return x_BWD + down_BWD, fresh
 
 
@@ -246,7 +257,8 @@ def axes(params: dict) -> dict:
 
     def name(path, leaf):
         keys = [part.key for part in path]
-        names = AXES[keys[-2] if keys[-1] == "kernel" else keys[-1]]
+        names = AXES[keys[-2] if keys[-1] in ("kernel", "bias") else keys[-1]]
+        names = names[1:] if keys[-1] == "bias" else names
         return ("layers", *names) if "layers" in keys else names
 
     return jax.tree_util.tree_map_with_path(name, params)

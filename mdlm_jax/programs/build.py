@@ -180,11 +180,14 @@ def step_fn(model: Model, forbidden: tuple[int, ...]) -> Callable:
     return step
 
 
-def speaker(model: Model, write: Callable, *, pending: int, settled: Callable) -> Speaker:
+def speaker(
+    model: Model, write: Callable, *, pending: int, settled: Callable, slot: int, pad_id: int
+) -> Speaker:
     """Puts a way of writing together with the reading that fits it."""
     read_rule = {"pending": pending, "settled": settled}
 
     def read(params: dict, context: Context, message: Message) -> Context:
+        message = ctx.fill(message, slot=slot, pad_id=pad_id)
         return ctx.read(model.hidden, params, context, message, **read_rule)
 
     def begin(params: dict, prompts: Message, context: Context, group: int) -> Context:
@@ -216,7 +219,14 @@ def diffusion_speaker(
             pad_id=special.pad,
         ),
     )
-    return speaker(model, write, pending=block - 1, settled=lambda n_B: n_B // block * block)
+    return speaker(
+        model,
+        write,
+        pending=block - 1,
+        settled=lambda n_B: n_B // block * block,
+        slot=world.slot,
+        pad_id=special.pad,
+    )
 
 
 def autoregressive_speaker(
@@ -226,6 +236,7 @@ def autoregressive_speaker(
     stop_ids: tuple[int, ...],
     temperature: float,
     max_tokens: int,
+    slot: int = 1,
 ) -> Speaker:
     """Writes one token at a time."""
     write = partial(
@@ -235,7 +246,14 @@ def autoregressive_speaker(
         max_tokens=max_tokens,
         stop_ids=stop_ids,
     )
-    return speaker(model, write, pending=1, settled=lambda n_B: jnp.maximum(n_B - 1, 0))
+    return speaker(
+        model,
+        write,
+        pending=1,
+        settled=lambda n_B: jnp.maximum(n_B - 1, 0),
+        slot=slot,
+        pad_id=special.pad,
+    )
 
 
 def forbidden_ids(special: Specials, stop_ids: tuple[int, ...]) -> tuple[int, ...]:
@@ -254,6 +272,7 @@ def world_speaker(config: ConfigDict, model: Model, special: Specials) -> Speake
         stop_ids=special.statuses,
         temperature=world.temperature,
         max_tokens=world.max_tokens,
+        slot=world.slot,
     )
 
 

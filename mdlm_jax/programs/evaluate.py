@@ -53,9 +53,13 @@ def world(config: ConfigDict, workdir: pathlib.Path) -> None:
         )
     systems, lines = {}, []
     for name in names:
-        answers, seconds = answer_all(system_config(config, name), workdir, samples, words, on, name)
+        answers, seconds = answer_all(
+            system_config(config, name), workdir, samples, words, on, name
+        )
         systems[name] = scores(config, samples, answers) | {"seconds": seconds}
-        lines += [sample_line(name, *pair, words, config) for pair in zip(samples, answers, strict=True)]
+        lines += [
+            sample_line(name, *pair, words, config) for pair in zip(samples, answers, strict=True)
+        ]
     settings = {
         "samples": len(samples),
         "fold": "test",
@@ -86,11 +90,14 @@ def test_samples(config: ConfigDict, records: Sequence[tj.Trajectory]) -> list[t
     return [pairs[i] for i in order[: config.evaluate.world_samples]]
 
 
-def history_ids(words: Tokenizer, record: tj.Trajectory, turn: int, *, block_length: int) -> list[int]:
+def history_ids(
+    words: Tokenizer, record: tj.Trajectory, turn: int, *, block_length: int, slot: int
+) -> list[int]:
     """All that the world has read before it answers this turn, exactly as it was trained to see it."""
     past = tj.before(record, turn)
-    episode = batches.world_episode(words, past, block_length=block_length)
-    return [*episode.tokens.tolist(), *batches.action_ids(words, record.turns[turn].action)]
+    episode = batches.world_episode(words, past, block_length=block_length, slot=slot)
+    action = batches.action_ids(words, record.turns[turn].action)
+    return [*episode.tokens.tolist(), *batches.filled(action, slot, words.special.pad)]
 
 
 def answer_all(config, workdir, samples, words, on, name) -> tuple[list[dict], float]:
@@ -109,7 +116,8 @@ def answer_all(config, workdir, samples, words, on, name) -> tuple[list[dict], f
         context = speaker.begin(params, prompts, memory, 1)
         return speaker.write(params, keys, context, prompts.length > 0)[0]
 
-    ids = [history_ids(words, *sample, block_length=model.order_length) for sample in samples]
+    shape = {"block_length": model.order_length, "slot": config.world.slot}
+    ids = [history_ids(words, *sample, **shape) for sample in samples]
     # What is too long to be read is answered by nothing and counts as wrong.
     ids = [row if len(row) <= width else [] for row in ids]
     answers, seconds = [], 0.0
@@ -149,7 +157,9 @@ def scores(config: ConfigDict, samples: list[tuple], answers: list[dict]) -> dic
     truth = [record.turns[turn] for record, turn in samples]
     told, real = [a["text"] for a in answers], [t.observation for t in truth]
     right_text = np.array(text.exact_match(told, real).per_item)
-    right_status = np.array([a["status"] == t.status for a, t in zip(answers, truth, strict=True)], float)
+    right_status = np.array(
+        [a["status"] == t.status for a, t in zip(answers, truth, strict=True)], float
+    )
     both = right_text * right_status
     bleu, rouge = text.bleu1(told, real), text.rouge_l(told, real)
     count = lambda name: sum(a[name] for a in answers)  # noqa: E731
@@ -179,7 +189,9 @@ def with_interval(config: ConfigDict, values: Iterable[float]) -> dict:
     return {"value": float(values.mean()), "interval": [low, high]}
 
 
-def sample_line(name: str, sample: tuple, answer: dict, words: Tokenizer, config: ConfigDict) -> dict:
+def sample_line(
+    name: str, sample: tuple, answer: dict, words: Tokenizer, config: ConfigDict
+) -> dict:
     """One sample with both texts, and the order in which its tokens were unmasked."""
     record, turn = sample
     block = config.world.block_length if SYSTEMS[name][0] == "diffusion" else 1
@@ -232,9 +244,10 @@ def agent(config: ConfigDict, workdir: pathlib.Path) -> None:
     }
     dream = Dream(config, workdir, words, on, temperature=config.evaluate.temperature)
     games, replays, result = [], [], {}
-    with jax.set_mesh(on), play.Stage(
-        config, words, on, temperature=config.evaluate.temperature
-    ) as stage:
+    with (
+        jax.set_mesh(on),
+        play.Stage(config, words, on, temperature=config.evaluate.temperature) as stage,
+    ):
         starts = stage.panel("test", config.evaluate.games)
         expert = stage.replay(starts, [start.gold for start in starts])
         for name in policies:

@@ -174,9 +174,7 @@ def learn(
     rows = Piece(
         tokens=played.tokens,
         length=played.length,
-        batch=loss.PolicyBatch(
-            mask=mask_BL, advantages=advantages_B, old_logprobs=played.logprobs
-        ),
+        batch=loss.PolicyBatch(mask=mask_BL, advantages=advantages_B, old_logprobs=played.logprobs),
     )
     count = max(1, played.tokens.shape[0] // plan.micro_rows)
     pieces = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), rows)

@@ -59,9 +59,7 @@ def episode(words: Tokenizer, played: Rollout, row: int) -> dict:
             for side in (played.actions, played.observations)
         )
         observation, status = split_status(words, told)
-        turns.append(
-            {"action": words.decode(said), "observation": observation, "status": status}
-        )
+        turns.append({"action": words.decode(said), "observation": observation, "status": status})
     return {
         "success": bool(played.success[row]),
         "invalid": bool(played.invalid[row]),
@@ -76,7 +74,9 @@ class Stage:
         self.config, self.words, self.on, self.rows = config, words, on, config.evaluate.rows
         model = build.policy_model(config, words.vocab_size)
         speaker = build.policy_speaker(config, model, words.special, temperature=temperature)
-        self.begin = jax.jit(lambda params, prompts, memory: speaker.begin(params, prompts, memory, 1))
+        self.begin = jax.jit(
+            lambda params, prompts, memory: speaker.begin(params, prompts, memory, 1)
+        )
         self.write = jax.jit(speaker.write)
         self.read = jax.jit(speaker.read)
         self.memory = build.memory(self.rows, size=config.policy.context, model=model, on=on)
@@ -110,8 +110,12 @@ class Stage:
         with logging.Progress(len(starts), name) as progress:
             for first in range(0, len(starts), self.rows):
                 part = starts[first : first + self.rows]
-                episodes += self._play_part(params, part, jax.random.key(self.config.seed + key + first))
-                progress.update(len(episodes), {"success": np.mean([e["success"] for e in episodes])})
+                episodes += self._play_part(
+                    params, part, jax.random.key(self.config.seed + key + first)
+                )
+                progress.update(
+                    len(episodes), {"success": np.mean([e["success"] for e in episodes])}
+                )
         return episodes
 
     def _play_part(self, params: dict, starts: Sequence[Start], key: jax.Array) -> list[dict]:

@@ -44,8 +44,10 @@ def run(config: ConfigDict, workdir: pathlib.Path, what: str) -> None:
 
     key = jax.random.key(config.seed)
     init_key, run_key, dev_key = jax.random.split(key, 3)
-    optimizer = state.optimizer(
-        state.warmup_cosine(plan.learning_rate, steps=plan.steps, warmup=plan.warmup),
+    curve = partial(state.warmup_cosine, steps=plan.steps, warmup=plan.warmup)
+    optimizer = state.muon(
+        curve(plan.learning_rate),
+        adam_learning_rate=curve(plan.adam_learning_rate),
         clip_norm=plan.clip_norm,
         weight_decay=plan.weight_decay,
     )
@@ -136,7 +138,9 @@ def the_tokenizer(config: ConfigDict, workdir: pathlib.Path) -> tokenizer.Tokeni
     if path.exists():
         return build.load_tokenizer(workdir)
     with check.user_errors():
-        train, dev, test = (read_file(workdir / "data" / f"{f}.jsonl") for f in ("train", "dev", "test"))
+        train, dev, test = (
+            read_file(workdir / "data" / f"{f}.jsonl") for f in ("train", "dev", "test")
+        )
     plan = config.tokenizer
     phrases = tokenizer.common_phrases(
         [whole_text(record) for record in train[:PHRASE_EPISODES]],
@@ -177,7 +181,10 @@ def recipe(config: ConfigDict, what: str, words: tokenizer.Tokenizer):
         return model, loss, partial(batches.policy_episode, words)
     model = build.world_model(config, words.vocab_size)
     loss = partial(build.LOSSES[config.world.kind], model, words.special, eps=config.sft.mask_eps)
-    return model, loss, partial(batches.world_episode, words, block_length=model.order_length)
+    encode = partial(
+        batches.world_episode, words, block_length=model.order_length, slot=config.world.slot
+    )
+    return model, loss, encode
 
 
 def pack(records, encode, plan: ConfigDict, model: build.Model, *, name: str) -> list[dict]:
@@ -198,7 +205,9 @@ def pack(records, encode, plan: ConfigDict, model: build.Model, *, name: str) ->
     return rows
 
 
-def renamed(loss_fn, plan: ConfigDict, rows: list[dict], words: tokenizer.Tokenizer, *, segments: int):
+def renamed(
+    loss_fn, plan: ConfigDict, rows: list[dict], words: tokenizer.Tokenizer, *, segments: int
+):
     """The loss on episodes of which a share is renamed."""
     content_V = augment.content_tokens(
         rows,
@@ -241,7 +250,7 @@ def fingerprint(config: ConfigDict, what: str) -> dict:
     """Everything that changes the numbers of this training."""
     side = {"world": config.world, "policy": config.policy}[what].to_dict()
     if what == "world":
-        side = {name: side[name] for name in ("kind", "block_length", "model")}
+        side = {name: side[name] for name in ("kind", "block_length", "slot", "model")}
     else:
         side = {"model": side["model"]}
     plan = config.sft[what].to_dict()

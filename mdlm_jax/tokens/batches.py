@@ -51,19 +51,30 @@ def observation_ids(tokenizer: Tokenizer, observation: str, status: str) -> list
     return [*tokenizer.encode(observation), getattr(tokenizer.special, status)]
 
 
-def world_episode(tokenizer: Tokenizer, record: tj.Trajectory, *, block_length: int) -> Episode:
+def world_episode(
+    tokenizer: Tokenizer, record: tj.Trajectory, *, block_length: int, slot: int
+) -> Episode:
     """Prompt with the hidden state, then the turns; observations are trained.
 
-    Each observation is filled up with trained padding to a whole block, as SDAR does with a
-    sample, so that the next turn starts at a block border here as in generation.
+    What the world reads (prompt, actions) is filled up to whole slots, so that an answer always begins
+    the same distance behind its action: "take the coin" is copied by looking a fixed way back. Each
+    observation is filled up with trained padding to a whole block, as SDAR does with a sample, so that
+    the next turn starts at a block border here as in generation.
     """
+    pad = tokenizer.special.pad
     writer = Writer()
-    writer.add(prompt_ids(tokenizer, tj.world_prompt(record.scene)), trained=False)
+    prompt = prompt_ids(tokenizer, tj.world_prompt(record.scene))
+    writer.add(filled(prompt, slot, pad), trained=False)
     for turn in record.turns:
-        writer.add(action_ids(tokenizer, turn.action), trained=False)
+        writer.add(filled(action_ids(tokenizer, turn.action), slot, pad), trained=False)
         writer.add(observation_ids(tokenizer, turn.observation, turn.status), trained=True)
-        writer.add([tokenizer.special.pad] * (-len(writer.tokens) % block_length), trained=True)
+        writer.add([pad] * (-len(writer.tokens) % block_length), trained=True)
     return writer.episode()
+
+
+def filled(ids: list[int], slot: int, pad: int) -> list[int]:
+    """The ids and padding up to a whole number of slots."""
+    return [*ids, *[pad] * (-len(ids) % slot)]
 
 
 def policy_episode(tokenizer: Tokenizer, record: tj.Trajectory) -> Episode:
