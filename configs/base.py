@@ -40,7 +40,7 @@ def get_config() -> ConfigDict:
     world.temperature = 0.0  # 0 = greedy
     world.max_tokens = 96  # per observation
     world.prompt = 192  # tokens of the prompt, at most
-    world.context = 384  # tokens of prompt and turns together
+    world.context = 448  # tokens of prompt and turns together
     world.model = model(width=192, layers=4, heads=3, mlp=512)
 
     policy = config.policy = ConfigDict()

@@ -1,1 +1,1 @@
-"""mdlm_jax: masked diffusion language models as steerable text worlds, and agents trained inside them."""
+"""mdlm_jax: masked diffusion language models as text worlds, and agents trained inside them."""

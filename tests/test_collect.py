@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,8 @@ pytest.importorskip(
 )
 
 from configs.base import get_config
+from mdlm_jax import check
+from mdlm_jax.envs.base import EnvFailure
 from mdlm_jax.programs import collect
 from mdlm_jax.tokens import trajectory as records
 
@@ -150,3 +153,22 @@ def test_the_table_tells_shares_and_shows_an_episode(collected, capsys):
     assert "solved" in told
     assert "test starts are also train starts" in told
     assert "\n> " in told
+
+
+def test_a_torn_finished_file_is_named_with_its_line(collected, tmp_path):
+    shutil.copytree(collected / "data", tmp_path / "data")
+    with (tmp_path / "data" / "train.jsonl").open("a") as file:
+        file.write('{"env": "textw')
+    with pytest.raises(check.UserError, match="train.jsonl, line 151: "):
+        collect.run(small(), tmp_path)
+
+
+@pytest.mark.parametrize("error", [EnvFailure("worker 0 died"), ImportError("pip install it")])
+def test_what_an_environment_raises_is_the_users_error(error):
+    with pytest.raises(check.UserError, match=str(error)), collect.env_errors():
+        raise error
+
+
+def test_a_mistake_in_our_own_code_keeps_its_traceback():
+    with pytest.raises(TypeError), collect.env_errors():
+        raise TypeError("ours")

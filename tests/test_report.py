@@ -86,7 +86,7 @@ def _losses(start: float, end: float) -> list[dict]:
 
 def _grpo() -> list[dict]:
     random = np.random.default_rng(1)
-    rows = []
+    rows = [{"step": 0, "eval_real_success": 0.4}]
     for step in range(1, 61):
         success = float(np.clip(0.45 + 0.006 * step + random.normal(0, 0.06), 0, 1))
         row = {"step": step, "reward": success, "reward_std": 0.3, "loss": 0.01, "kl": 0.002}
@@ -268,7 +268,7 @@ def test_missing_files_are_all_named_with_their_command(workdir, config):
 def test_torn_line_is_named(workdir, config):
     path = workdir / "grpo/metrics.jsonl"
     path.write_text(path.read_text(encoding="utf-8")[:-20], encoding="utf-8")
-    with pytest.raises(ValueError, match=r"grpo/metrics.jsonl, line 60: not JSON"):
+    with pytest.raises(ValueError, match=r"grpo/metrics.jsonl, line 61: not JSON"):
         report.run(config, workdir)
 
 

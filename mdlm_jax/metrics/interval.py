@@ -27,6 +27,12 @@ def bootstrap(
     return float(low), float(high)
 
 
+def measure(values: Sequence[float], *, resamples: int, seed: int) -> dict:
+    """{"value": mean, "interval": [low, high]} of `bootstrap`."""
+    interval = bootstrap(values, resamples=resamples, seed=seed)
+    return {"value": float(_finite(values).mean()), "interval": list(interval)}
+
+
 def paired_difference(
     before: Sequence[float],
     after: Sequence[float],

@@ -7,7 +7,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from ml_collections import ConfigDict
 
 from mdlm_jax import check, ops, sampling
@@ -16,11 +15,10 @@ from mdlm_jax.autoregressive import decode, score
 from mdlm_jax.diffusion import corrupt, denoise, losses
 from mdlm_jax.models import masks, transformer
 from mdlm_jax.rl import reward, rollout
-from mdlm_jax.structs import Context, Mean, Message, Speaker, Tasks, TokenBatch
+from mdlm_jax.structs import Context, Mean, Message, Speaker, TokenBatch
 from mdlm_jax.tokens import batches, tokenizer
 from mdlm_jax.tokens.tokenizer import Specials, Tokenizer
 from mdlm_jax.train import checkpoint, mesh
-
 
 VOCAB_MULTIPLE = 64
 
@@ -77,6 +75,19 @@ def make_mesh(config: ConfigDict) -> jax.sharding.Mesh:
         return mesh.make(**config.mesh)
 
 
+def trained_world(config: ConfigDict) -> str:
+    """Folder of the trained world under the workdir."""
+    return f"world_{config.world.kind}"
+
+
+def load_world(
+    workdir: pathlib.Path, config: ConfigDict, model: Model, on: jax.sharding.Mesh
+) -> dict:
+    """The trained world's parameters, where a rollout wants them."""
+    folder = workdir / trained_world(config) / "params"
+    return load_params(folder, model, on, made_by="python -m mdlm_jax sft --what=world")
+
+
 def load_tokenizer(workdir: pathlib.Path) -> Tokenizer:
     """The tokenizer that `sft --what=world` trained."""
     with check.user_errors():
@@ -92,7 +103,7 @@ def abstract_params(model: Model, on: jax.sharding.Mesh, *, layout: str = "train
     return jax.tree.map(place, shapes, shardings)
 
 
-# Training splits parameters; a rollout wants them whole on every device (DESIGN.md, "Two layouts").
+# Training splits parameters; a rollout wants them whole on every device.
 LAYOUTS = {
     "train": mesh.param_shardings,
     "rollout": lambda on, axes, shapes: jax.tree.map(lambda _: mesh.replicated(on), shapes),
@@ -125,7 +136,7 @@ def rollout_shardings(model: Model, on: jax.sharding.Mesh) -> dict:
     return jax.tree.map(lambda s: s.sharding, abstract_params(model, on, layout="rollout"))
 
 
-# ---- losses: (params, (key, TokenBatch)) -> (Mean, metrics) ------------------------------------------
+# ---- losses: (params, (key, TokenBatch)) -> (Mean, metrics) ----------------------------------
 
 
 def diffusion_loss(model: Model, special: Specials, *, eps: float, segments: int) -> Callable:
@@ -166,7 +177,7 @@ def autoregressive_loss(model: Model, special: Specials, **_) -> Callable:
 LOSSES = {"diffusion": diffusion_loss, "autoregressive": autoregressive_loss}
 
 
-# ---- speakers ----------------------------------------------------------------------------------------
+# ---- speakers --------------------------------------------------------------------------------
 
 
 def step_fn(model: Model, forbidden: tuple[int, ...]) -> Callable:
@@ -183,15 +194,20 @@ def step_fn(model: Model, forbidden: tuple[int, ...]) -> Callable:
 def speaker(
     model: Model, write: Callable, *, pending: int, settled: Callable, slot: int, pad_id: int
 ) -> Speaker:
-    """Puts a way of writing together with the reading that fits it."""
+    """Puts a way of writing together with the reading that fits it.
+
+    Turns are filled up to whole slots as they are read; prompts come filled from the host.
+    """
     read_rule = {"pending": pending, "settled": settled}
 
-    def read(params: dict, context: Context, message: Message) -> Context:
-        message = ctx.fill(message, slot=slot, pad_id=pad_id)
+    def read_as_is(params: dict, context: Context, message: Message) -> Context:
         return ctx.read(model.hidden, params, context, message, **read_rule)
 
+    def read(params: dict, context: Context, message: Message) -> Context:
+        return read_as_is(params, context, ctx.fill(message, slot=slot, pad_id=pad_id))
+
     def begin(params: dict, prompts: Message, context: Context, group: int) -> Context:
-        return ctx.begin(partial(read, params), prompts, context, group=group)
+        return ctx.begin(partial(read_as_is, params), prompts, context, group=group)
 
     return Speaker(begin=begin, read=read, write=write)
 
@@ -305,9 +321,10 @@ def memory(rows: int, *, size: int, model: Model, on: jax.sharding.Mesh) -> Cont
 
 
 def action_logprobs(model: Model, special: Specials) -> Callable:
-    """(params, tokens_BL, length_B) -> log-probs and entropies f32[B, L] as the policy samples them.
+    """(params, tokens_BL, length_B, temperature) -> log-probs and entropies f32[B, L].
 
-    The same forbidden tokens as in sampling, so that the first update's ratios are one.
+    As the policy samples: with the same forbidden tokens, so that the first update's ratios are
+    one.
     """
     step = step_fn(model, forbidden_ids(special, (special.end,)))
 
@@ -323,9 +340,8 @@ def action_logprobs(model: Model, special: Specials) -> Callable:
 
 
 def messages(texts_ids: list[list[int]], on: jax.sharding.Mesh, *, width: int) -> Message:
-    """Prompts on the device, their rows split over the mesh where they divide."""
-    with check.user_errors():
-        tokens, length = batches.message(texts_ids, width=width)
+    """Texts on the device, their rows split over the mesh where they divide."""
+    tokens, length = batches.message(texts_ids, width=width)
     at = mesh.rows(on) if len(texts_ids) % mesh.row_shards(on) == 0 else mesh.replicated(on)
     return jax.device_put(Message(tokens, length), at)
 
@@ -363,46 +379,3 @@ def play_fn(
         turns=turns,
     )
     return jax.jit(loop, donate_argnums=(4,))
-
-
-def shapes(config: ConfigDict) -> dict:
-    """Shapes of both models, the rollout and its memory, without computing anything."""
-    vocab, special = config.tokenizer.vocab_size, Specials(*range(7))
-    policy, world = policy_model(config, vocab), world_model(config, vocab)
-    rows = config.rollout.tasks * config.rollout.group
-    params = {
-        name: jax.eval_shape(lambda m=m: transformer.init(jax.random.key(0), m.config))
-        for name, m in (("policy", policy), ("world", world))
-    }
-    room = {
-        name: jax.eval_shape(
-            lambda m=m, size=size: ctx.empty(rows, size, m.config.cache_shape, jnp.float32)
-        )
-        for name, m, size in (
-            ("policy", policy, config.policy.context),
-            ("world", world, config.world.context),
-        )
-    }
-    prompts = lambda size: Message(  # noqa: E731
-        jax.ShapeDtypeStruct((config.rollout.tasks, size), np.int32),
-        jax.ShapeDtypeStruct((config.rollout.tasks,), np.int32),
-    )
-    tasks = Tasks(prompts(config.policy.prompt), prompts(config.world.prompt))
-    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
-    played, _ = jax.eval_shape(
-        play_fn(
-            config,
-            policy,
-            world,
-            special,
-            group=config.rollout.group,
-            turns=config.rollout.turns,
-            temperature=config.policy.temperature,
-        ),
-        params["policy"],
-        params["world"],
-        keys,
-        tasks,
-        rollout.Memory(**room),
-    )
-    return {"params": params, "memory": room, "rollout": played}

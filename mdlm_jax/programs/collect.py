@@ -7,6 +7,7 @@ the files depend neither on the number of workers nor on how often the program w
 episodes are kept in `*.jsonl.partial` and a second run continues there.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -21,9 +22,11 @@ import numpy as np
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
-from mdlm_jax.envs.base import Start, Task, TextEnv, parse_game
+from mdlm_jax import check
+from mdlm_jax.envs.base import EnvFailure, Start, Task, TextEnv, parse_game
 from mdlm_jax.envs.pool import Pool
 from mdlm_jax.envs.registry import version
+from mdlm_jax.programs import files
 from mdlm_jax.tokens import trajectory as records
 from mdlm_jax.tokens.trajectory import Scene, Trajectory, Turn
 
@@ -66,13 +69,26 @@ class Job:
 def run(config: ConfigDict, workdir: pathlib.Path) -> None:
     """Plays what is still missing of the four files and prints a table of them."""
     folder = pathlib.Path(workdir) / "data"
-    folder.mkdir(parents=True, exist_ok=True)
-    _check_settings(folder, _settings(config))
-    with Pool(config.env.name, config.env.workers, config.env.workers) as pool:
-        for name in ("train", "dev", "test", "expert"):
-            if not (folder / f"{name}.jsonl").exists():
-                _collect(config, pool, name, folder / f"{name}.jsonl")
-    print(_table({name: records.read_jsonl(folder / f"{name}.jsonl") for name in _counts(config)}))
+    paths = {name: folder / f"{name}.jsonl" for name in _counts(config)}
+    with env_errors():
+        folder.mkdir(parents=True, exist_ok=True)
+        _check_settings(folder, _settings(config))
+        with Pool(config.env.name, config.env.workers, config.env.workers) as pool:
+            for name, path in paths.items():
+                if not path.exists():
+                    _collect(config, pool, name, path)
+        episodes = {name: records.read_jsonl(path) for name, path in paths.items()}
+    print(_table(episodes))
+
+
+@contextlib.contextmanager
+def env_errors() -> Iterator[None]:
+    """Turns what a real environment or its files raise into a UserError."""
+    try:
+        with check.user_errors():
+            yield
+    except (EnvFailure, ImportError) as error:
+        raise check.UserError(str(error)) from error
 
 
 # ---------------------------------------------------------------- files
@@ -100,9 +116,7 @@ def _check_settings(folder: pathlib.Path, settings: dict) -> None:
     """Notes the settings, or raises ValueError where `folder` was begun with others."""
     path = folder / "collect.json"
     if not path.exists() or not any(folder.glob("*.jsonl*")):
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(settings, indent=1) + "\n")
-        os.replace(temporary, path)
+        files.write_json(path, settings)
         return
     before = json.loads(path.read_text())
     changed = [key for key in settings if settings[key] != before.get(key)]
@@ -132,14 +146,14 @@ def _collect(config: ConfigDict, pool: Pool, name: str, path: pathlib.Path) -> N
 def _jobs(config: ConfigDict, name: str) -> list[Job]:
     fold = "train" if name == "expert" else name
     number = ("train", "dev", "test", "expert").index(name)
-    tasks = _tasks(config, fold, _counts(config)[name])
+    tasks = games_of(config, fold, range(_counts(config)[name]))
     return [Job(task, (config.seed, number, episode)) for episode, task in enumerate(tasks)]
 
 
-def _tasks(config: ConfigDict, fold: str, count: int) -> list[Task]:
-    """The games in turn, each with the seeds 0, 1, 2, ..."""
-    games = [parse_game(game) for game in config.env.games]
-    return [Task(*games[i % len(games)], fold, seed=i // len(games)) for i in range(count)]
+def games_of(config: ConfigDict, fold: str, numbers: Iterable[int]) -> list[Task]:
+    """Game number 0, 1, 2, ... of a fold: the config's games in turn, each with the next seed."""
+    kinds = [parse_game(game) for game in config.env.games]
+    return [Task(*kinds[i % len(kinds)], fold, seed=i // len(kinds)) for i in numbers]
 
 
 def _recipe(config: ConfigDict, pool: Pool, name: str) -> Recipe:
@@ -147,7 +161,7 @@ def _recipe(config: ConfigDict, pool: Pool, name: str) -> Recipe:
     fold = "train" if name == "expert" else name
     vocabulary = ()
     if kind == "mixture":
-        known = pool.map(known_actions, _tasks(config, fold, VOCABULARY_GAMES))
+        known = pool.map(known_actions, games_of(config, fold, range(VOCABULARY_GAMES)))
         vocabulary = tuple(sorted(set(itertools.chain.from_iterable(known)) - set(IDLE)))
     shares = config.collect
     return Recipe(config.env.name, kind, shares.gold, shares.valid, config.env.turns, vocabulary)
@@ -292,16 +306,16 @@ def _progress(played: Iterable[Trajectory], name: str, done: int, total: int) ->
             print(f"collect {name}: {done + number}/{total} games, {rate:.0f} games/s", flush=True)
 
 
-def _table(files: dict[str, list[Trajectory]]) -> str:
+def _table(episodes: dict[str, list[Trajectory]]) -> str:
     """What was collected, how much the folds share, and one short episode."""
     lines = ["file      episodes  starts  turns  solved  invalid  words"]
-    lines += [_row(name, episodes) for name, episodes in files.items()]
-    train, test = _starts(files["train"]), _starts(files["test"])
+    lines += [_row(name, each) for name, each in episodes.items()]
+    train, test = _starts(episodes["train"]), _starts(episodes["test"])
     lines.append(
         f"starts: distinct games (state and goal). {len(test & train)} of the {len(test)} "
         "test starts are also train starts. words: of the world prompt."
     )
-    return "\n".join([*lines, *_sample(files["train"])])
+    return "\n".join([*lines, *_sample(episodes["train"])])
 
 
 def _starts(episodes: list[Trajectory]) -> set[tuple[str, str]]:

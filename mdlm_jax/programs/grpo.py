@@ -1,11 +1,11 @@
 """GRPO inside the world model.
 
-    repeat: sample tasks -> roll out in the dream -> rewards -> group advantages -> clipped update(s)
+    repeat: sample tasks -> roll out in the dream -> rewards -> group advantages -> clipped updates
     now and then: play the real dev games, and keep the parameters that do best there
 
-The variant is TRL's GRPO (default loss "dapo", clip-higher, no reference model). Every action token of
-every turn is trained, its end token included; observations never are. Rows whose world model failed
-carry no signal. One jitted call rolls out, one updates; only metrics come to the host.
+The variant is TRL's GRPO (default loss "dapo", clip-higher, no reference model). Every action token
+of every turn is trained, its end token included; observations never are. Rows whose world model
+failed carry no signal. One jitted call rolls out, one updates; only metrics come to the host.
 """
 
 import math
@@ -22,11 +22,11 @@ from ml_collections import ConfigDict
 
 from mdlm_jax import check, ops
 from mdlm_jax.programs import build, play, sft
-from mdlm_jax.rl import advantage, loss, rollout
+from mdlm_jax.rl import advantage, loss
 from mdlm_jax.structs import Mean, Rollout, TrainState
 from mdlm_jax.tokens import trajectory as tj
 from mdlm_jax.tokens.tokenizer import Tokenizer
-from mdlm_jax.train import checkpoint, logging, mesh, state
+from mdlm_jax.train import checkpoint, logging, state
 
 
 @struct.dataclass
@@ -46,56 +46,71 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> None:
     with check.user_errors():
         scenes = distinct_scenes(sft.read_file(workdir / "data" / "train.jsonl"))
         saved = checkpoint.Checkpoints(workdir / "grpo" / "checkpoints", fingerprint(config))
-    if saved.latest() == config.grpo.steps:
-        print(f"grpo: {config.grpo.steps} steps are done already")
-        return
+    with saved, jax.set_mesh(on):
+        if saved.latest() == config.grpo.steps:
+            print(f"grpo: {config.grpo.steps} steps are done already")
+        else:
+            play.check_room(config, words, scenes)
+            train(config, workdir, words, scenes, saved, on)
+
+
+def train(
+    config: ConfigDict,
+    workdir: pathlib.Path,
+    words: Tokenizer,
+    scenes: list[tj.Scene],
+    saved: checkpoint.Checkpoints,
+    on: jax.sharding.Mesh,
+) -> None:
+    """Puts policy, dream, update and real games together, and runs the loop."""
     policy = build.policy_model(config, words.vocab_size)
-    world = build.world_model(config, words.vocab_size)
     optimizer = state.optimizer(
         config.grpo.learning_rate, clip_norm=config.grpo.clip_norm, weight_decay=0.0
     )
-    with jax.set_mesh(on):
-        world_params = build.load_params(
-            workdir / sft.name_of(config, "world") / "params", world, on,
-            made_by="python -m mdlm_jax sft --what=world",
-        )  # fmt: skip
-        first = build.load_params(
-            workdir / "policy" / "params", policy, on, layout="train",
-            made_by="python -m mdlm_jax sft --what=policy",
-        )  # fmt: skip
-        first = jax.jit(partial(state.create, optimizer=optimizer))(first)
-        memory = rollout.Memory(
-            policy=build.memory(rows, size=config.policy.context, model=policy, on=on),
-            world=build.memory(rows, size=config.world.context, model=world, on=on),
-        )
-        dream = build.play_fn(
-            config, policy, world, words.special,
-            group=config.rollout.group,
-            turns=config.rollout.turns,
-            temperature=config.policy.temperature,
-        )  # fmt: skip
-        to_rollout = jax.jit(
-            lambda params: params, out_shardings=build.rollout_shardings(policy, on)
-        )
-        update = jax.jit(
-            partial(learn, config=config, model=policy, words=words, optimizer=optimizer),
-            donate_argnums=0,
-        )
-        with play.Stage(config, words, on, temperature=config.evaluate.temperature) as stage:
-            real = RealDev(stage, config.grpo.eval_games)
-            loop(
-                config, workdir, saved, first, scenes, words, on,
-                lambda *inputs: dream(to_rollout(inputs[0]), world_params, *inputs[1:]),
-                memory, update, lambda params: real(to_rollout(params)),
-            )  # fmt: skip
-    saved.close()
-
-
-def loop(config, workdir, saved, first, scenes, words, on, dream, memory, update, real) -> None:
-    """The algorithm; every step is a function of (state, step number) alone."""
-    folder, plan = workdir / "grpo", config.grpo
-    rows = config.rollout.tasks * config.rollout.group
+    first = build.load_params(
+        workdir / "policy" / "params", policy, on, layout="train",
+        made_by="python -m mdlm_jax sft --what=policy",
+    )  # fmt: skip
+    first = jax.jit(partial(state.create, optimizer=optimizer))(first)
+    dream = play.Dream(
+        config, workdir, words, on,
+        tasks=config.rollout.tasks,
+        group=config.rollout.group,
+        turns=config.rollout.turns,
+        temperature=config.policy.temperature,
+    )  # fmt: skip
+    to_rollout = jax.jit(lambda params: params, out_shardings=build.rollout_shardings(policy, on))
+    learn_fn = jax.jit(
+        partial(learn, config=config, model=policy, words=words, optimizer=optimizer),
+        donate_argnums=0,
+    )
     key = jax.random.key(config.seed)
+
+    def update(now: TrainState, step: int) -> tuple[TrainState, dict]:
+        tasks = sample(scenes, config, step)
+        played = dream(to_rollout(now.params), tasks, jax.random.fold_in(key, step))
+        return learn_fn(now, played)
+
+    with play.Stage(config, words, on, temperature=config.evaluate.temperature) as stage:
+        real = RealDev(stage, config.grpo.eval_games)
+        loop(
+            config.grpo, workdir / "grpo", saved, first, update,
+            lambda params: real(to_rollout(params)),
+        )  # fmt: skip
+
+
+def loop(
+    plan: ConfigDict,
+    folder: pathlib.Path,
+    saved: checkpoint.Checkpoints,
+    first: TrainState,
+    update: Callable,
+    real: Callable,
+) -> None:
+    """Update, log, save; every step is a function of (state, step number) alone.
+
+    The checkpoint is written last: what a kill loses is done again, and written over.
+    """
     restored = saved.restore(checkpoint.abstract(first))
     start, now = restored if restored else (0, first)
     log = logging.MetricsLog(folder)
@@ -105,10 +120,7 @@ def loop(config, workdir, saved, first, scenes, words, on, dream, memory, update
     with logging.Progress(plan.steps, "grpo", start=start) as progress:
         for step in range(start, plan.steps):
             begun = time.perf_counter()
-            tasks = play.tasks(config, words, sample(scenes, config, step), on)
-            keys = build.row_keys(jax.random.fold_in(key, step), rows, on)
-            played, memory = dream(now.params, keys, tasks, memory)
-            now, metrics = update(now, played)
+            now, metrics = update(now, step)
             metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
             metrics["step_time"] = time.perf_counter() - begun
             last = step + 1 == plan.steps
@@ -120,8 +132,10 @@ def loop(config, workdir, saved, first, scenes, words, on, dream, memory, update
                 saved.save(step + 1, now)
 
 
-def keep_if_best(folder, log, step: int, params: dict, metrics: dict) -> None:
-    """Logs a step; parameters that do at least as well on the real dev games as any before are kept."""
+def keep_if_best(
+    folder: pathlib.Path, log: logging.MetricsLog, step: int, params: dict, metrics: dict
+) -> None:
+    """Logs a step, and keeps its parameters if none did better on the real dev games before."""
     if "eval_real_success" in metrics:
         before = [row["eval_real_success"] for row in log.read() if "eval_real_success" in row]
         if metrics["eval_real_success"] >= max(before, default=-math.inf):

@@ -1,5 +1,6 @@
-"""The policy in the real games, and text on both sides of a rollout."""
+"""Games for the policy to play: real ones, and dreamed ones inside the world model."""
 
+import pathlib
 from collections.abc import Callable, Sequence
 
 import jax
@@ -8,8 +9,10 @@ from ml_collections import ConfigDict
 
 from mdlm_jax import check
 from mdlm_jax.envs import pool
-from mdlm_jax.envs.base import EnvFailure, Start, Step, Task, parse_game
+from mdlm_jax.envs.base import Start, Step
 from mdlm_jax.programs import build
+from mdlm_jax.programs.collect import env_errors, games_of, scene_of
+from mdlm_jax.rl import rollout
 from mdlm_jax.structs import Message, Rollout, Tasks
 from mdlm_jax.tokens import batches
 from mdlm_jax.tokens import trajectory as tj
@@ -20,27 +23,34 @@ SEEDS_PER_GAME = 10  # how many seeds are looked at, per game wanted, to find di
 INVALID = "Unknown action"  # how the engine's answer to an impossible action begins
 
 
-def scene_of(start: Start, directives: str = "") -> tj.Scene:
-    """What both prompts need of a game's start."""
-    return tj.Scene(
-        instruction=start.instruction,
-        state=start.state,
-        goal=start.goal,
-        actions=start.actions,
-        rules=start.rules,
-        directives=directives,
-        observation=start.observation,
-    )
+PROMPTS = {"policy": tj.policy_prompt, "world": tj.world_prompt}
 
 
 def tasks(config: ConfigDict, words: Tokenizer, scenes: Sequence[tj.Scene], on) -> Tasks:
     """Prompts of both sides, on the device."""
-    policy = [batches.prompt_ids(words, tj.policy_prompt(scene)) for scene in scenes]
-    world = [batches.prompt_ids(words, tj.world_prompt(scene)) for scene in scenes]
-    return Tasks(
-        policy=build.messages(policy, on, width=config.policy.prompt),
-        world=build.messages(world, on, width=config.world.prompt),
-    )
+    sides = {}
+    for side in PROMPTS:
+        ids = [side_ids(config, words, side, scene) for scene in scenes]
+        sides[side] = build.messages(ids, on, width=config[side].prompt)
+    return Tasks(**sides)
+
+
+def side_ids(config: ConfigDict, words: Tokenizer, side: str, scene: tj.Scene) -> list[int]:
+    """One side's prompt; the world's is filled up to whole slots, as it was trained to see it."""
+    ids = batches.prompt_ids(words, PROMPTS[side](scene))
+    return batches.filled(ids, config.world.slot, words.special.pad) if side == "world" else ids
+
+
+def check_room(config: ConfigDict, words: Tokenizer, scenes: Sequence[tj.Scene]) -> None:
+    """Every prompt must have room, said before hours of work and not in the middle of them."""
+    for side in PROMPTS:
+        longest = max(len(side_ids(config, words, side, scene)) for scene in scenes)
+        if longest > config[side].prompt:
+            raise check.UserError(
+                f"config.{side}.prompt = {config[side].prompt}: the longest {side} prompt takes "
+                f"{longest} tokens; raise it (and config.{side}.context), choose smaller games, or "
+                "a larger config.tokenizer.vocab_size"
+            )
 
 
 def split_status(words: Tokenizer, ids: Sequence[int]) -> tuple[str, str]:
@@ -67,6 +77,43 @@ def episode(words: Tokenizer, played: Rollout, row: int) -> dict:
     }
 
 
+class Dream:
+    """The games inside the trained world model: one compiled rollout, and its memory."""
+
+    def __init__(
+        self,
+        config: ConfigDict,
+        workdir: pathlib.Path,
+        words: Tokenizer,
+        on: jax.sharding.Mesh,
+        *,
+        tasks: int,
+        group: int,
+        turns: int,
+        temperature: float,
+    ):
+        self.config, self.words, self.on, self.rows = config, words, on, tasks * group
+        policy = build.policy_model(config, words.vocab_size)
+        world = build.world_model(config, words.vocab_size)
+        self.world_params = build.load_world(workdir, config, world, on)
+        self.loop = build.play_fn(
+            config, policy, world, words.special, group=group, turns=turns, temperature=temperature
+        )
+        self.memory = rollout.Memory(
+            policy=build.memory(self.rows, size=config.policy.context, model=policy, on=on),
+            world=build.memory(self.rows, size=config.world.context, model=world, on=on),
+        )
+
+    def __call__(self, policy_params: dict, scenes: Sequence[tj.Scene], key: jax.Array) -> Rollout:
+        """Plays `group` episodes of each scene; the rollout stays on the device."""
+        prompts = tasks(self.config, self.words, scenes, self.on)
+        keys = build.row_keys(key, self.rows, self.on)
+        played, self.memory = self.loop(
+            policy_params, self.world_params, keys, prompts, self.memory
+        )
+        return played
+
+
 class Stage:
     """The real games, and one compiled policy that plays many of them at once."""
 
@@ -80,7 +127,7 @@ class Stage:
         self.write = jax.jit(speaker.write)
         self.read = jax.jit(speaker.read)
         self.memory = build.memory(self.rows, size=config.policy.context, model=model, on=on)
-        with check.user_errors():
+        with env_errors():
             self.pool = pool.Pool(config.env.name, self.rows, config.env.workers)
 
     def __enter__(self) -> "Stage":
@@ -91,18 +138,16 @@ class Stage:
 
     def panel(self, fold: str, games: int) -> list[Start]:
         """The first `games` distinct games of a fold, by seed; fewer if the fold has no more."""
-        kinds = [parse_game(game) for game in self.config.env.games]
         found: dict[tuple[str, str], Start] = {}
         for first in range(0, games * SEEDS_PER_GAME, self.rows):
-            numbers = range(first, first + self.rows)
-            wanted = [
-                Task(*kinds[n % len(kinds)], fold=fold, seed=n // len(kinds)) for n in numbers
-            ]
+            wanted = games_of(self.config, fold, range(first, first + self.rows))
             for start in self._call(self.pool.reset, list(range(self.rows)), wanted):
                 found.setdefault((start.state, start.goal), start)
             if len(found) >= games:
                 break
-        return list(found.values())[:games]
+        starts = list(found.values())[:games]
+        check_room(self.config, self.words, [scene_of(start) for start in starts])
+        return starts
 
     def play(self, params: dict, starts: Sequence[Start], *, name: str, key: int = 0) -> list[dict]:
         """One episode of the policy per game."""
@@ -149,10 +194,8 @@ class Stage:
         return episodes
 
     def _call(self, ask: Callable, slots: list[int], arguments: Sequence) -> list:
-        try:
+        with env_errors():
             return ask(slots, arguments)
-        except (EnvFailure, ValueError, ImportError) as error:
-            raise check.UserError(str(error)) from error
 
 
 class Games:

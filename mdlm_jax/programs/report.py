@@ -3,7 +3,6 @@
 Reads `report_inputs.FILES`, writes `results.json` and `report.html`, prints the tables.
 """
 
-import json
 from collections import Counter
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from ml_collections import ConfigDict
 from mdlm_jax.check import user_errors
 from mdlm_jax.metrics.interval import LEVEL
 from mdlm_jax.metrics.tables import as_text, brackets, percent, points
+from mdlm_jax.programs import files
 from mdlm_jax.programs.report_inputs import POLICIES, Inputs, read_inputs
 from mdlm_jax.programs.report_page import make_page
 from mdlm_jax.programs.report_tables import agent_table, wall_table, world_table
@@ -27,9 +27,9 @@ def run(config: ConfigDict, workdir: Path) -> None:
         inputs = read_inputs(workdir)
     results = make_results(inputs)
     text = summary(results)
-    (workdir / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    files.write_json(workdir / "results.json", results)
     html = make_page(config, workdir, inputs, results, text)
-    (workdir / "report.html").write_text(html, encoding="utf-8")
+    files.write_text(workdir / "report.html", html)
     for table in (world_table(inputs.world), agent_table(inputs.agent), wall_table(results)):
         print(as_text(table), end="\n\n")
     print(text)

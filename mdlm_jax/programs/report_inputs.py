@@ -20,7 +20,7 @@ FILES = {  # what is read, the command that writes it, the keys of every record
     "world_diffusion/metrics.jsonl": ("world diffusion", ("step",)),
     "world_autoregressive/metrics.jsonl": ("world autoregressive", ("step",)),
     "policy/metrics.jsonl": ("policy", ("step",)),
-    "grpo/metrics.jsonl": ("grpo", ("step", "reward", "episode/success_rate")),
+    "grpo/metrics.jsonl": ("grpo", ("step",)),  # step 0 has no rollout
     "evaluate/world.json": ("evaluate world", ("settings", "systems")),
     "evaluate/world_samples.jsonl": (
         "evaluate world",

@@ -1,12 +1,14 @@
 """Supervised training: the world model (diffusion or autoregressive) or the policy's warm start.
 
-Diffusion follows SDAR's supervised fine-tuning (one masking rate per episode, 1/p weights, clean and
-noisy halves), from scratch, with the noisy half cut down to the blocks that hold an observation. The
-autoregressive world and the policy are trained by next-token prediction of their own turns.
+Diffusion follows SDAR's supervised fine-tuning (one masking rate per episode, 1/p weights, clean
+and noisy halves), from scratch, with the noisy half cut down to the blocks that hold an
+observation. The autoregressive world and the policy are trained by next-token prediction of their
+own turns.
 """
 
 import pathlib
 import time
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -25,25 +27,42 @@ PHRASE_EPISODES = 100  # enough to tell which phrases stand in most episodes
 
 
 def run(config: ConfigDict, workdir: pathlib.Path, what: str) -> None:
-    """Trains `what` ("world" or "policy") to config.sft[what].steps, from the last checkpoint on."""
-    on, plan, folder = build.make_mesh(config), config.sft[what], workdir / name_of(config, what)
+    """Trains `what` ("world" or "policy"), from the last checkpoint on."""
+    on, plan, name = build.make_mesh(config), config.sft[what], name_of(config, what)
     check_rows(plan.rows, on)
-    train_records, dev_records = read_records(workdir, what)
+    records = read_records(workdir, what)
     with check.user_errors():
-        saved = checkpoint.Checkpoints(folder / "checkpoints", fingerprint(config, what))
-    if saved.latest() == plan.steps:
-        print(f"sft {folder.name}: {plan.steps} steps are done already")
-        return
-    words = the_tokenizer(config, workdir)
+        saved = checkpoint.Checkpoints(workdir / name / "checkpoints", fingerprint(config, what))
+    with saved, jax.set_mesh(on):
+        if saved.latest() == plan.steps:
+            print(f"sft {name}: {plan.steps} steps are done already")
+        else:
+            train(config, workdir, what, records, saved, on)
+
+
+def train(
+    config: ConfigDict,
+    workdir: pathlib.Path,
+    what: str,
+    records: tuple[list[tj.Trajectory], list[tj.Trajectory]],
+    saved: checkpoint.Checkpoints,
+    on: jax.sharding.Mesh,
+) -> None:
+    """Puts batches, losses and optimiser together, and runs the loop."""
+    plan, words = config.sft[what], the_tokenizer(config, workdir)
     model, loss_fn_of, encode = recipe(config, what, words)
-    train_rows = pack(train_records, encode, plan, model, name="train")
-    dev_rows = pack(dev_records, encode, plan, model, name="dev")
+    train_rows, dev_rows = (
+        pack(part, encode, plan, model, name=name)
+        for name, part in zip(("train", "dev"), records, strict=True)
+    )
+    with check.user_errors():
+        train_batches = batches.Batches(train_rows, size=plan.rows, seed=config.seed)
+        dev_batches = batches.Batches(dev_rows, size=plan.rows, seed=0)
     segments = batches.most_segments([*train_rows, *dev_rows])
     dev_fn = loss_fn_of(segments=segments)
     loss_fn = renamed(dev_fn, plan, train_rows, words, segments=segments)
 
-    key = jax.random.key(config.seed)
-    init_key, run_key, dev_key = jax.random.split(key, 3)
+    init_key, run_key, dev_key = jax.random.split(jax.random.key(config.seed), 3)
     curve = partial(state.warmup_cosine, steps=plan.steps, warmup=plan.warmup)
     optimizer = state.muon(
         curve(plan.learning_rate),
@@ -51,64 +70,67 @@ def run(config: ConfigDict, workdir: pathlib.Path, what: str) -> None:
         clip_norm=plan.clip_norm,
         weight_decay=plan.weight_decay,
     )
-    with jax.set_mesh(on):
-        first = jax.jit(partial(state.create, optimizer=optimizer))(
-            build.init_params(init_key, model, on)
-        )
-        step_fn = jax.jit(
-            partial(state.update, loss_fn=loss_fn, optimizer=optimizer), donate_argnums=0
-        )
-        dev_loss = jax.jit(lambda params, piece: dev_fn(params, piece)[0])
-        train = batches.Batches(train_rows, size=plan.rows, seed=config.seed)
-        dev = batches.Batches(dev_rows, size=plan.rows, seed=0)
-        dev_pieces = [
-            (jax.random.fold_in(dev_key, i), place(dev[i], on)) for i in range(DEV_BATCHES)
-        ]
-        loop(
-            first, saved, folder, plan, train, on, run_key, step_fn,
-            lambda params: mean_loss(dev_loss, params, dev_pieces),
-        )  # fmt: skip
-    saved.close()
+    first = jax.jit(partial(state.create, optimizer=optimizer))(
+        build.init_params(init_key, model, on)
+    )
+    step_fn = jax.jit(partial(state.update, loss_fn=loss_fn, optimizer=optimizer), donate_argnums=0)
+    dev_loss_fn = jax.jit(lambda params, piece: dev_fn(params, piece)[0])
+    dev_pieces = [
+        (jax.random.fold_in(dev_key, i), place(dev_batches[i], on)) for i in range(DEV_BATCHES)
+    ]
+
+    def update(now: TrainState, step: int) -> tuple[TrainState, dict, int]:
+        batch = train_batches[step]
+        piece = (jax.random.fold_in(run_key, step), place(batch, on))
+        now, metrics = step_fn(now, jax.tree.map(lambda x: x[None], piece))
+        means = {name: ops.mean_value(mean) for name, mean in metrics.items()}
+        return now, means, int(np.count_nonzero(batch.segment))
+
+    dev_loss = partial(mean_loss, dev_loss_fn, dev_pieces)
+    loop(plan, workdir / name_of(config, what), saved, first, update, dev_loss)
 
 
-def loop(first, saved, folder, plan, train, on, run_key, step_fn, dev_loss) -> None:
-    """Update, log, save; every step is a function of (state, step number) alone."""
+def loop(
+    plan: ConfigDict,
+    folder: pathlib.Path,
+    saved: checkpoint.Checkpoints,
+    first: TrainState,
+    update: Callable,
+    dev_loss: Callable,
+) -> None:
+    """Update, log, save; every step is a function of (state, step number) alone.
+
+    The checkpoint is written last: what a kill loses is done again, and written over.
+    """
     restored = saved.restore(checkpoint.abstract(first))
     start, now = restored if restored else (0, first)
     log = logging.MetricsLog(folder)
     log.truncate(start)
     progress = logging.Progress(plan.steps, f"sft {folder.name}", start=start)
     best = log.best("dev_loss")
-    since, tokens = time.perf_counter(), 0
+    since, seen = time.perf_counter(), 0
     for step in range(start, plan.steps):
-        batch = train[step]
-        tokens += int(np.count_nonzero(batch.segment))
-        piece = (jax.random.fold_in(run_key, step), place(batch, on))
-        now, metrics = step_fn(now, jax.tree.map(lambda x: x[None], piece))
-        progress.update(step + 1, metrics_of(metrics))
+        now, metrics, tokens = update(now, step)
+        seen += tokens
+        progress.update(step + 1, metrics)
         last = step + 1 == plan.steps
         if (step + 1) % plan.eval_every and (step + 1) % plan.save_every and not last:
             continue
-        row = {name: float(value) for name, value in metrics_of(metrics).items()}
-        row |= {"tokens": tokens, "tokens_per_second": tokens / (time.perf_counter() - since)}
+        row = {name: float(value) for name, value in metrics.items()}
+        row |= {"tokens": seen, "tokens_per_second": seen / (time.perf_counter() - since)}
         row["dev_loss"] = dev_loss(now.params)
         if row["dev_loss"] < best:
             best = row["dev_loss"]
             checkpoint.save_params(folder / "params", now.params)
         log.write(step + 1, row)
         saved.save(step + 1, now)
-        since, tokens = time.perf_counter(), 0
+        since, seen = time.perf_counter(), 0
     progress.close()
-
-
-def metrics_of(metrics: dict[str, Mean]) -> dict[str, jax.Array]:
-    """The means themselves."""
-    return {name: ops.mean_value(mean) for name, mean in metrics.items()}
 
 
 def name_of(config: ConfigDict, what: str) -> str:
     """Folder of a trained model under the workdir."""
-    return f"world_{config.world.kind}" if what == "world" else "policy"
+    return build.trained_world(config) if what == "world" else "policy"
 
 
 def read_records(workdir: pathlib.Path, what: str) -> tuple[list, list]:
@@ -174,7 +196,7 @@ def texts(records: list[tj.Trajectory]):
 
 
 def recipe(config: ConfigDict, what: str, words: tokenizer.Tokenizer):
-    """The model, its loss (waiting for the number of segments) and the way an episode is written."""
+    """The model, its loss (waiting for the number of segments), and how an episode is written."""
     if what == "policy":
         model = build.policy_model(config, words.vocab_size)
         loss = partial(build.autoregressive_loss, model, words.special)
@@ -240,7 +262,7 @@ def place(batch: TokenBatch, on: jax.sharding.Mesh) -> TokenBatch:
     return jax.device_put(batch, mesh.rows(on))
 
 
-def mean_loss(dev_loss, params: dict, pieces: list) -> float:
+def mean_loss(dev_loss: Callable, pieces: list, params: dict) -> float:
     """Mean loss over fixed batches and fixed masks."""
     total = sum((dev_loss(params, piece) for piece in pieces), start=Mean(0.0, 0.0))
     return float(ops.mean_value(total))

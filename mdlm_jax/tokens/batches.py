@@ -56,10 +56,10 @@ def world_episode(
 ) -> Episode:
     """Prompt with the hidden state, then the turns; observations are trained.
 
-    What the world reads (prompt, actions) is filled up to whole slots, so that an answer always begins
-    the same distance behind its action: "take the coin" is copied by looking a fixed way back. Each
-    observation is filled up with trained padding to a whole block, as SDAR does with a sample, so that
-    the next turn starts at a block border here as in generation.
+    What the world reads (prompt, actions) is filled up to whole slots, so that an answer always
+    begins the same distance behind its action: "take the coin" is copied by looking a fixed way
+    back. Each observation is filled up with trained padding to a whole block, as SDAR does with a
+    sample, so that the next turn starts at a block border here as in generation.
     """
     pad = tokenizer.special.pad
     writer = Writer()
@@ -78,11 +78,11 @@ def filled(ids: list[int], slot: int, pad: int) -> list[int]:
 
 
 def policy_episode(tokenizer: Tokenizer, record: tj.Trajectory) -> Episode:
-    """Prompt with the task and the first observation, then the turns; actions are trained."""
+    """Prompt with the task and the first observation, then the turns; gold actions are trained."""
     writer = Writer()
     writer.add(prompt_ids(tokenizer, tj.policy_prompt(record.scene)), trained=False)
     for turn in record.turns:
-        writer.add(action_ids(tokenizer, turn.action), trained=True)
+        writer.add(action_ids(tokenizer, turn.action), trained=turn.source == "gold")
         writer.add(observation_ids(tokenizer, turn.observation, turn.status), trained=False)
     return writer.episode()
 

@@ -1,9 +1,10 @@
-"""Renaming: the same episode told with other content words, so that a model learns to look things up.
+"""Renaming: the same episode told with other content words, so that a model learns to look them up.
 
-A text world has few names, and a small model would rather learn them by heart than learn to copy; then
-it fails at every name it has not met. With renaming, the content tokens of an episode trade places by a
-random permutation, the same one for all that is said in the episode. What happened stays true (the
-thing that was taken is the thing in the inventory), but only reading the episode tells its names.
+A text world has few names, and a small model would rather learn them by heart than learn to copy;
+then it fails at every name it has not met. With renaming, the content tokens of an episode trade
+places by a random permutation, the same one for all that is said in the episode. What happened
+stays true (the thing that was taken is the thing in the inventory), but only reading the episode
+tells its names.
 """
 
 from collections.abc import Sequence
@@ -36,7 +37,7 @@ def content_tokens(
 def rename(
     key: jax.Array, batch: TokenBatch, *, content_V: np.ndarray, share: float, segments: int
 ) -> TokenBatch:
-    """Renames a random `share` of the segments of each row; `segments` bounds the segments of a row."""
+    """Renames a random `share` of each row's segments, of which there are at most `segments`."""
     permute_key, choose_key = jax.random.split(key)
     rows, vocab = batch.tokens.shape[0], len(content_V)
     content = jnp.asarray(np.flatnonzero(content_V), jnp.int32)  # i32[n]

@@ -35,7 +35,11 @@ class Checkpoints:
         self.fingerprint = json.loads(json.dumps(fingerprint))  # tuples become lists, as on disk
         self._steps = _steps(self.folder, keep=keep)
         if self.latest() is not None:
-            self._check_fingerprint()
+            try:
+                self._check_fingerprint()
+            except ValueError:
+                self.close()
+                raise
 
     def latest(self) -> int | None:
         """The newest complete step; None in a fresh folder."""
@@ -66,8 +70,14 @@ class Checkpoints:
             return step, self._steps.load(step, abstract_state)
 
     def close(self) -> None:
-        """Ends orbax's threads."""
+        """Ends orbax's threads; left alone, they complain when Python ends."""
         self._steps.close()
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _check_fingerprint(self) -> None:
         path = self.folder / str(self.latest())
@@ -88,9 +98,8 @@ class Checkpoints:
 
 def save_params(folder: str | Path, params: Any) -> None:
     """Replaces the parameters in `folder`, with no moment at which there are none."""
-    checkpoints = Checkpoints(folder, {}, keep=1)
-    checkpoints.save((checkpoints.latest() or 0) + 1, params)
-    checkpoints.close()
+    with Checkpoints(folder, {}, keep=1) as checkpoints:
+        checkpoints.save((checkpoints.latest() or 0) + 1, params)
 
 
 def load_params(folder: str | Path, abstract_params: Any, *, made_by: str) -> Any:
@@ -107,9 +116,8 @@ def load_params(folder: str | Path, abstract_params: Any, *, made_by: str) -> An
     folder = Path(folder).absolute()
     if not folder.exists():
         raise FileNotFoundError(f"no parameters in {folder}; `{made_by}` makes them")
-    checkpoints = Checkpoints(folder, {}, keep=1)
-    restored = checkpoints.restore(abstract_params)
-    checkpoints.close()
+    with Checkpoints(folder, {}, keep=1) as checkpoints:
+        restored = checkpoints.restore(abstract_params)
     if restored is None:
         raise FileNotFoundError(f"no parameters in {folder}; `{made_by}` makes them")
     return restored[1]
