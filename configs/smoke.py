@@ -22,7 +22,8 @@ def get_config() -> ConfigDict:
     config.collect.dev_episodes = 6
     config.collect.test_episodes = 6
     config.collect.expert_episodes = 6
-    config.tokenizer.vocab_size = 384
+    config.tokenizer.vocab_size = 1024
+    config.world.temperature = 1.0
     config.world.model = base["model"](width=32, layers=2, heads=2, mlp=64)
     config.policy.model = base["model"](width=32, layers=1, heads=2, mlp=64)
     for part in (config.sft.world, config.sft.policy):
@@ -30,13 +31,17 @@ def get_config() -> ConfigDict:
         part.rows = 8
         part.eval_every = 2
         part.save_every = 2
+    config.sft.world.steps = 12
+    config.sft.world.eval_every = 6
+    config.sft.world.save_every = 6
     config.rollout.tasks = 2
-    config.rollout.group = 4
+    config.rollout.group = 8
     config.rollout.turns = 2
     config.grpo.steps = 2
     config.grpo.micro_rows = 8
     config.grpo.save_every = 1
     config.grpo.eval_every = 2
+    config.grpo.eval_games = 8
     config.evaluate.rows = 8
     config.evaluate.world_samples = 8
     config.evaluate.games = 4
