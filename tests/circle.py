@@ -10,16 +10,6 @@ ROOT = Path(__file__).parent.parent
 SMOKE = ROOT / "configs" / "smoke.py"
 # Code that is compiled fast and runs slowly; programs at toy size do little but compile.
 FAST_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-TOY = (
-    "--config.tokenizer.vocab_size=1024",
-    # Worlds that know their end and answer by chance: some dreams succeed, and GRPO has a gradient.
-    "--config.world.temperature=1.0",
-    "--config.sft.world.steps=12",
-    "--config.sft.world.save_every=6",
-    "--config.sft.world.eval_every=6",
-    "--config.rollout.group=8",
-    "--config.grpo.eval_games=8",
-)
 
 
 class Circle(NamedTuple):
@@ -42,8 +32,8 @@ def environment(devices: int, cache: Path) -> dict[str, str]:
 
 def command(words: list[str], workdir: Path) -> list[str]:
     """A program's command line at toy size."""
-    size = [f"--config={SMOKE}", *TOY]
-    return [sys.executable, "-m", "mdlm_jax", *words, *size, f"--workdir={workdir}"]
+    where = [f"--config={SMOKE}", f"--workdir={workdir}"]
+    return [sys.executable, "-m", "mdlm_jax", *words, *where]
 
 
 def run(words: list[str], workdir: Path, environment: dict[str, str]) -> str:
@@ -63,7 +53,7 @@ def quickstart(folder: Path, cache: Path) -> Circle:
     workdir = folder / "run"
     script = str(ROOT / "launch" / "quickstart.sh")
     venv = {"VENV": str(installed_venv(folder)), "CONFIG": str(SMOKE), "WORKDIR": str(workdir)}
-    return Circle(workdir, completed([script, *TOY], environment(1, cache) | venv))
+    return Circle(workdir, completed([script], environment(1, cache) | venv))
 
 
 def installed_venv(folder: Path) -> Path:

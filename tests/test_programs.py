@@ -15,7 +15,7 @@ from orbax.checkpoint import v1 as ocp
 
 TRAINED = {"world_diffusion": ["sft", "--what=world"], "grpo": ["grpo"]}
 EIGHT = {
-    "data": ([], ("sft --what=world", "grpo")),
+    "data": ([], ("sft --what=world",)),
     "data_fsdp_tensor": (
         ["--config.mesh.fsdp=2", "--config.mesh.tensor=2"],
         (
