@@ -254,3 +254,16 @@ def test_page_fetches_nothing():
     assert "<script" not in html
     assert "<link" not in html
     assert "url(" not in html
+
+
+def test_bootstrap_draws_whole_cases():
+    """Turns of one game stand or fall together: the interval is that of the games."""
+    games = np.random.default_rng(0).integers(2, size=40).astype(float)
+    turns, names = np.repeat(games, 5), np.repeat(np.arange(40), 5)
+    draws = {"resamples": 500, "seed": 3}
+    whole = bootstrap(turns, groups=list(names), **draws)
+    assert whole == pytest.approx(bootstrap(games, **draws))
+    low, high = bootstrap(turns, **draws)
+    assert whole[1] - whole[0] > 1.5 * (high - low)
+    with pytest.raises(ValueError, match="as many groups"):
+        bootstrap(turns, groups=[1], **draws)

@@ -151,7 +151,10 @@ def read_answer(words: Tokenizer, generation: Generation, row: int, prompt: list
 
 def scores(config: ConfigDict, samples: list[tuple], answers: list[dict]) -> dict:
     """Every metric of one system, with bootstrap intervals where the metric has items."""
-    measure = measure_fn(config)
+    games = [(record.scene.state, record.scene.goal) for record, _ in samples]
+    measure = partial(
+        interval.measure, resamples=config.evaluate.bootstrap, seed=config.seed, groups=games
+    )
     truth = [record.turns[turn] for record, turn in samples]
     told, real = [a["text"] for a in answers], [t.observation for t in truth]
     right_text = np.array(text.exact_match(told, real).per_item)
@@ -178,11 +181,6 @@ def scores(config: ConfigDict, samples: list[tuple], answers: list[dict]) -> dic
             for s in sources
         },
     }
-
-
-def measure_fn(config: ConfigDict) -> Callable:
-    """values -> {"value": mean, "interval": [low, high]} with the config's bootstrap."""
-    return partial(interval.measure, resamples=config.evaluate.bootstrap, seed=config.seed)
 
 
 def sample_line(

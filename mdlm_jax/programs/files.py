@@ -1,5 +1,6 @@
 """Files that are there whole or not at all, whenever the program is killed."""
 
+import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,3 +21,8 @@ def write_json(path: Path, value: dict) -> None:
 def write_lines(path: Path, values: Iterable[dict]) -> None:
     """A JSON object per line."""
     write_text(path, "".join(json.dumps(value, ensure_ascii=False) + "\n" for value in values))
+
+
+def digest(path: Path) -> str:
+    """What tells this file's content from another's."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]

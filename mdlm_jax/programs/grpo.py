@@ -21,7 +21,7 @@ from flax import struct
 from ml_collections import ConfigDict
 
 from mdlm_jax import check, ops
-from mdlm_jax.programs import build, play, sft
+from mdlm_jax.programs import build, files, play, sft
 from mdlm_jax.rl import advantage, loss
 from mdlm_jax.structs import Mean, Rollout, TrainState
 from mdlm_jax.tokens import trajectory as tj
@@ -45,7 +45,9 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> None:
     sft.check_rows(rows, on)
     with check.user_errors():
         scenes = distinct_scenes(sft.read_file(workdir / "data" / "train.jsonl"))
-        saved = checkpoint.Checkpoints(workdir / "grpo" / "checkpoints", fingerprint(config))
+        saved = checkpoint.Checkpoints(
+            workdir / "grpo" / "checkpoints", fingerprint(config, workdir)
+        )
     with saved, jax.set_mesh(on):
         if saved.latest() == config.grpo.steps:
             print(f"grpo: {config.grpo.steps} steps are done already")
@@ -237,8 +239,10 @@ def rollout_metrics(played: Rollout) -> dict:
     }
 
 
-def fingerprint(config: ConfigDict) -> dict:
+def fingerprint(config: ConfigDict, workdir: pathlib.Path) -> dict:
     """Everything that changes the numbers of this training."""
+    data = files.digest(workdir / "data" / "train.jsonl")
     parts = ("seed", "world", "policy", "rollout", "grpo", "evaluate")
     values = {name: config[name] for name in parts}
-    return {n: v.to_dict() if isinstance(v, ConfigDict) else v for n, v in values.items()}
+    plain = {n: v.to_dict() if isinstance(v, ConfigDict) else v for n, v in values.items()}
+    return plain | {"data": data}

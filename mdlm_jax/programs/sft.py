@@ -16,13 +16,15 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from mdlm_jax import check, ops
-from mdlm_jax.programs import build
+from mdlm_jax.programs import build, files
 from mdlm_jax.structs import Mean, TokenBatch, TrainState
 from mdlm_jax.tokens import batches, tokenizer
 from mdlm_jax.tokens import trajectory as tj
 from mdlm_jax.train import augment, checkpoint, logging, mesh, state
 
 DEV_BATCHES = 4  # the dev loss is a mean over this many fixed batches
+# Trajectory files to train on, and to measure the dev loss on.
+SOURCES = {"world": ("train", "dev"), "policy": ("expert", "dev")}
 PHRASE_EPISODES = 100  # enough to tell which phrases stand in most episodes
 
 
@@ -32,7 +34,9 @@ def run(config: ConfigDict, workdir: pathlib.Path, what: str) -> None:
     check_rows(plan.rows, on)
     records = read_records(workdir, what)
     with check.user_errors():
-        saved = checkpoint.Checkpoints(workdir / name / "checkpoints", fingerprint(config, what))
+        saved = checkpoint.Checkpoints(
+            workdir / name / "checkpoints", fingerprint(config, workdir, what)
+        )
     with saved, jax.set_mesh(on):
         if saved.latest() == plan.steps:
             print(f"sft {name}: {plan.steps} steps are done already")
@@ -135,11 +139,8 @@ def name_of(config: ConfigDict, what: str) -> str:
 
 def read_records(workdir: pathlib.Path, what: str) -> tuple[list, list]:
     """Training and dev episodes. The policy learns from the few expert ones only."""
-    names = ("train", "dev") if what == "world" else ("expert", "dev")
     with check.user_errors():
-        train, dev = (read_file(workdir / "data" / f"{name}.jsonl") for name in names)
-    if what == "policy":
-        dev = [record for record in dev if record.success]
+        train, dev = (read_file(workdir / "data" / f"{name}.jsonl") for name in SOURCES[what])
     return train, dev
 
 
@@ -268,12 +269,14 @@ def mean_loss(dev_loss: Callable, pieces: list, params: dict) -> float:
     return float(ops.mean_value(total))
 
 
-def fingerprint(config: ConfigDict, what: str) -> dict:
+def fingerprint(config: ConfigDict, workdir: pathlib.Path, what: str) -> dict:
     """Everything that changes the numbers of this training."""
+    data = {name: files.digest(workdir / "data" / f"{name}.jsonl") for name in SOURCES[what]}
     side = {"world": config.world, "policy": config.policy}[what].to_dict()
     if what == "world":
         side = {name: side[name] for name in ("kind", "block_length", "slot", "model")}
     else:
         side = {"model": side["model"]}
     plan = config.sft[what].to_dict()
-    return {"seed": config.seed, "mask_eps": config.sft.mask_eps, what: side, "sft": plan}
+    whole = {"seed": config.seed, "mask_eps": config.sft.mask_eps, "data": data}
+    return whole | {"tokenizer": config.tokenizer.to_dict(), what: side, "sft": plan}
