@@ -82,6 +82,7 @@ def get_config() -> ConfigDict:
     grpo.epsilon = 0.2  # lower clip
     grpo.epsilon_high = 0.28  # upper clip
     grpo.scale_rewards = "group"  # or "batch", "none"
+    grpo.rename = 0.5  # share of the tasks dreamed with other content words (train/augment.py)
     grpo.num_iterations = 1  # updates per rollout
     grpo.micro_rows = 32  # rows per gradient piece; never changes the result
     grpo.save_every = 10  # steps between checkpoints

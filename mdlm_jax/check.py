@@ -242,6 +242,7 @@ RULES = {
     "grpo.epsilon": BELOW_ONE,
     "grpo.epsilon_high": NOT_NEGATIVE,
     "grpo.scale_rewards": _one_of(*SCALE_REWARDS),
+    "grpo.rename": SHARE,
     "grpo.num_iterations": COUNT,
     "grpo.micro_rows": COUNT,
     "grpo.save_every": COUNT,

@@ -24,9 +24,12 @@ from mdlm_jax import check, ops
 from mdlm_jax.programs import build, files, play, sft
 from mdlm_jax.rl import advantage, loss
 from mdlm_jax.structs import Mean, Rollout, TrainState
+from mdlm_jax.tokens import batches, tokenizer
 from mdlm_jax.tokens import trajectory as tj
 from mdlm_jax.tokens.tokenizer import Tokenizer
-from mdlm_jax.train import checkpoint, logging, state
+from mdlm_jax.train import augment, checkpoint, logging, state
+
+CONTENT_EPISODES = 1000  # enough to tell content words from grammar
 
 
 @struct.dataclass
@@ -44,7 +47,7 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> None:
     rows = config.rollout.tasks * config.rollout.group
     sft.check_rows(rows, on)
     with check.user_errors():
-        scenes = distinct_scenes(sft.read_file(workdir / "data" / "train.jsonl"))
+        records = sft.read_file(workdir / "data" / "train.jsonl")
         saved = checkpoint.Checkpoints(
             workdir / "grpo" / "checkpoints", fingerprint(config, workdir)
         )
@@ -52,15 +55,15 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> None:
         if saved.latest() == config.grpo.steps:
             print(f"grpo: {config.grpo.steps} steps are done already")
         else:
-            play.check_room(config, words, scenes)
-            train(config, workdir, words, scenes, saved, on)
+            play.check_room(config, words, distinct_scenes(records))
+            train(config, workdir, words, records, saved, on)
 
 
 def train(
     config: ConfigDict,
     workdir: pathlib.Path,
     words: Tokenizer,
-    scenes: list[tj.Scene],
+    records: list[tj.Trajectory],
     saved: checkpoint.Checkpoints,
     on: jax.sharding.Mesh,
 ) -> None:
@@ -86,11 +89,23 @@ def train(
         partial(learn, config=config, model=policy, words=words, optimizer=optimizer),
         donate_argnums=0,
     )
-    key = jax.random.key(config.seed)
+    scenes, key = distinct_scenes(records), jax.random.key(config.seed)
+    rename = jax.jit(
+        partial(
+            augment.rename_tasks,
+            content_V=content_of(config, words, records[:CONTENT_EPISODES]),
+            share=config.grpo.rename,
+        )
+    )
 
     def update(now: TrainState, step: int) -> tuple[TrainState, dict]:
-        tasks = sample(scenes, config, step)
-        played = dream(to_rollout(now.params), tasks, jax.random.fold_in(key, step))
+        play_key, rename_key = jax.random.split(jax.random.fold_in(key, step))
+        played = dream(
+            to_rollout(now.params),
+            sample(scenes, config, step),
+            play_key,
+            partial(rename, rename_key),
+        )
         return learn_fn(now, played)
 
     with play.Stage(config, words, on, temperature=config.evaluate.temperature) as stage:
@@ -154,6 +169,18 @@ class RealDev:
     def __call__(self, params: dict) -> float:
         episodes = self.stage.play(params, self.starts, name="grpo: real dev games")
         return float(np.mean([episode["success"] for episode in episodes]))
+
+
+def content_of(config: ConfigDict, words: Tokenizer, records: list[tj.Trajectory]) -> np.ndarray:
+    """The tokens that renaming moves, bool[V], as in the world's own training."""
+    shape = {"block_length": config.world.block_length, "slot": config.world.slot}
+    ids = [batches.world_episode(words, record, **shape).tokens for record in records]
+    return augment.content_tokens(
+        [{"tokens": row, "segment": np.ones_like(row)} for row in ids],
+        vocab_size=words.vocab_size,
+        specials=len(tokenizer.SPECIALS),
+        share=config.sft.world.rename_below,
+    )
 
 
 def distinct_scenes(records: list[tj.Trajectory]) -> list[tj.Scene]:

@@ -104,9 +104,15 @@ class Dream:
             world=build.memory(self.rows, size=config.world.context, model=world, on=on),
         )
 
-    def __call__(self, policy_params: dict, scenes: Sequence[tj.Scene], key: jax.Array) -> Rollout:
+    def __call__(
+        self,
+        policy_params: dict,
+        scenes: Sequence[tj.Scene],
+        key: jax.Array,
+        renaming: Callable[[Tasks], Tasks] = lambda prompts: prompts,
+    ) -> Rollout:
         """Plays `group` episodes of each scene; the rollout stays on the device."""
-        prompts = tasks(self.config, self.words, scenes, self.on)
+        prompts = renaming(tasks(self.config, self.words, scenes, self.on))
         keys = build.row_keys(key, self.rows, self.on)
         played, self.memory = self.loop(
             policy_params, self.world_params, keys, prompts, self.memory

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mdlm_jax.structs import TokenBatch
+from mdlm_jax.structs import Message, Tasks, TokenBatch
 
 
 def content_tokens(
@@ -34,16 +34,35 @@ def content_tokens(
     return content
 
 
+def permutations(key: jax.Array, shape: tuple[int, ...], content_V: np.ndarray) -> jax.Array:
+    """Random permutations of the vocabulary that move content tokens only, i32[*shape, V]."""
+    content = jnp.asarray(np.flatnonzero(content_V), jnp.int32)  # i32[n]
+    lottery = jax.random.uniform(key, (*shape, len(content)))
+    same = jnp.broadcast_to(jnp.arange(len(content_V)), (*shape, len(content_V)))
+    return same.at[..., content].set(content[jnp.argsort(lottery, axis=-1)])
+
+
+def rename_tasks(key: jax.Array, tasks: Tasks, *, content_V: np.ndarray, share: float) -> Tasks:
+    """Renames a random `share` of the tasks, alike on both sides: dreams of unknown things."""
+    permute_key, choose_key = jax.random.split(key)
+    count = tasks.policy.tokens.shape[0]
+    names_PV = permutations(permute_key, (count,), content_V)
+    chosen_P1 = jax.random.uniform(choose_key, (count, 1)) < share
+
+    def told(message: Message) -> Message:
+        renamed_PW = jnp.take_along_axis(names_PV, message.tokens, axis=1)
+        return message.replace(tokens=jnp.where(chosen_P1, renamed_PW, message.tokens))
+
+    return Tasks(policy=told(tasks.policy), world=told(tasks.world))
+
+
 def rename(
     key: jax.Array, batch: TokenBatch, *, content_V: np.ndarray, share: float, segments: int
 ) -> TokenBatch:
     """Renames a random `share` of each row's segments, of which there are at most `segments`."""
     permute_key, choose_key = jax.random.split(key)
-    rows, vocab = batch.tokens.shape[0], len(content_V)
-    content = jnp.asarray(np.flatnonzero(content_V), jnp.int32)  # i32[n]
-    lottery = jax.random.uniform(permute_key, (rows, segments, len(content)))
-    names_BSV = jnp.broadcast_to(jnp.arange(vocab), (rows, segments, vocab))
-    names_BSV = names_BSV.at[:, :, content].set(content[jnp.argsort(lottery, axis=-1)])
+    rows = batch.tokens.shape[0]
+    names_BSV = permutations(permute_key, (rows, segments), content_V)
     segment_BL = jnp.maximum(batch.segment - 1, 0)
     row_B1 = jnp.arange(rows)[:, None]
     renamed_BL = names_BSV[row_B1, segment_BL, batch.tokens]
