@@ -33,7 +33,7 @@ def get_config() -> ConfigDict:
     world = config.world = ConfigDict()
     world.kind = "diffusion"  # or "autoregressive": the same model, data and budget
     world.block_length = 8  # tokens denoised together
-    world.slot = 16  # what the world reads is filled up to a multiple of this many tokens
+    world.slot = 8  # what the world reads is filled up to a multiple of this many tokens
     world.denoising_steps = 8  # at most, per block
     world.strategy = "low_confidence_dynamic"  # a key of diffusion.denoise.STRATEGIES
     world.threshold = 0.9  # confidence that lets a token be kept at once (dynamic)
@@ -51,23 +51,23 @@ def get_config() -> ConfigDict:
     policy.model = model(width=128, layers=4, heads=2, mlp=384)
 
     sft = config.sft = ConfigDict()
-    for what, steps, rows in (("world", 1100, 4), ("policy", 400, 4)):
+    for what, steps, rows in (("world", 1000, 3), ("policy", 400, 4)):
         part = sft[what] = ConfigDict()
         part.steps = steps  # updates
         part.rows = rows  # packed rows per update
         part.row_length = 384  # tokens per packed row
-        part.answer_length = 192  # tokens of answer blocks per packed row (diffusion's noisy copy)
+        part.answer_length = 128  # tokens of answer blocks per packed row (diffusion's noisy copy)
         part.learning_rate = 0.02  # Muon's, for the layers; linear warm-up, then cosine to a tenth
         part.adam_learning_rate = 2e-3  # of embeddings and norms, same curve
         part.warmup = 0.05  # share of the steps
         part.rename = 0.6  # share of the episodes told with other content words (train/augment.py)
-        part.rename_below = 0.1  # content words stand in fewer than this share of the episodes
         part.weight_decay = 0.01
         part.clip_norm = 1.0  # global gradient norm
         part.eval_every = 100  # steps between losses on the dev fold
         part.save_every = 100  # steps between checkpoints
     # Lowest masking rate: p = (1 - eps) t + eps. SDAR has 1e-3; here the weights 1/p are calmer.
     sft.mask_eps = 0.2
+    sft.rename_below = 0.1  # content words stand in fewer than this share of the episodes
 
     rollout = config.rollout = ConfigDict()
     rollout.tasks = 8  # prompts per rollout

@@ -57,12 +57,8 @@ def test_both_sides_of_a_task_are_renamed_alike():
     np.testing.assert_array_equal(new.world.length, length)
 
 
-def test_content_is_what_few_episodes_share():
-    rows = [
-        {"tokens": np.array([0, 4, 5]), "segment": np.array([1, 1, 1])},
-        {"tokens": np.array([0, 4, 6]), "segment": np.array([1, 2, 2])},
-    ]
-    content = augment.content_tokens(rows, vocab_size=8, specials=3, share=0.5)
-    assert not content[:3].any()
-    assert not content[4]
-    assert content[5:].all()
+def test_content_is_what_is_known_and_few_episodes_share():
+    episodes = [np.array([0, 4, 5, 5]), np.array([0, 4, 6]), np.array([0, 5, 2])]
+    content = augment.content_tokens(episodes, known=(2, 4, 5, 6, 7), vocab_size=9, share=0.5)
+    # 4 and 5 stand in two of the three; 7 in none, but it is known; 0 is common, 8 is not known.
+    np.testing.assert_array_equal(np.flatnonzero(content), [2, 6, 7])

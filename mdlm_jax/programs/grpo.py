@@ -24,12 +24,9 @@ from mdlm_jax import check, ops
 from mdlm_jax.programs import build, files, play, sft
 from mdlm_jax.rl import advantage, loss
 from mdlm_jax.structs import Mean, Rollout, TrainState
-from mdlm_jax.tokens import batches, tokenizer
 from mdlm_jax.tokens import trajectory as tj
 from mdlm_jax.tokens.tokenizer import Tokenizer
 from mdlm_jax.train import augment, checkpoint, logging, state
-
-CONTENT_EPISODES = 1000  # enough to tell content words from grammar
 
 
 @struct.dataclass
@@ -93,7 +90,7 @@ def train(
     rename = jax.jit(
         partial(
             augment.rename_tasks,
-            content_V=content_of(config, words, records[:CONTENT_EPISODES]),
+            content_V=sft.content_of(config, workdir, words),
             share=config.grpo.rename,
         )
     )
@@ -169,18 +166,6 @@ class RealDev:
     def __call__(self, params: dict) -> float:
         episodes = self.stage.play(params, self.starts, name="grpo: real dev games")
         return float(np.mean([episode["success"] for episode in episodes]))
-
-
-def content_of(config: ConfigDict, words: Tokenizer, records: list[tj.Trajectory]) -> np.ndarray:
-    """The tokens that renaming moves, bool[V], as in the world's own training."""
-    shape = {"block_length": config.world.block_length, "slot": config.world.slot}
-    ids = [batches.world_episode(words, record, **shape).tokens for record in records]
-    return augment.content_tokens(
-        [{"tokens": row, "segment": np.ones_like(row)} for row in ids],
-        vocab_size=words.vocab_size,
-        specials=len(tokenizer.SPECIALS),
-        share=config.sft.world.rename_below,
-    )
 
 
 def distinct_scenes(records: list[tj.Trajectory]) -> list[tj.Scene]:

@@ -16,6 +16,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from mdlm_jax import check, ops
+from mdlm_jax.envs.base import FOLDS
 from mdlm_jax.programs import build, files
 from mdlm_jax.structs import Mean, TokenBatch, TrainState
 from mdlm_jax.tokens import batches, tokenizer
@@ -25,6 +26,7 @@ from mdlm_jax.train import augment, checkpoint, logging, mesh, state
 DEV_BATCHES = 4  # the dev loss is a mean over this many fixed batches
 # Trajectory files to train on, and to measure the dev loss on.
 SOURCES = {"world": ("train", "dev"), "policy": ("expert", "dev")}
+CONTENT_EPISODES = 1000  # enough to tell content words from grammar
 PHRASE_EPISODES = 100  # enough to tell which phrases stand in most episodes
 
 
@@ -64,7 +66,8 @@ def train(
         dev_batches = batches.Batches(dev_rows, size=plan.rows, seed=0)
     segments = batches.most_segments([*train_rows, *dev_rows])
     dev_fn = loss_fn_of(segments=segments)
-    loss_fn = renamed(dev_fn, plan, train_rows, words, segments=segments)
+    content_V = content_of(config, workdir, words)
+    loss_fn = renamed(dev_fn, content_V, share=plan.rename, segments=segments)
 
     init_key, run_key, dev_key = jax.random.split(jax.random.key(config.seed), 3)
     curve = partial(state.warmup_cosine, steps=plan.steps, warmup=plan.warmup)
@@ -144,6 +147,11 @@ def read_records(workdir: pathlib.Path, what: str) -> tuple[list, list]:
     return train, dev
 
 
+def read_folds(workdir: pathlib.Path) -> dict[str, list[tj.Trajectory]]:
+    """All collected episodes, by fold."""
+    return {fold: read_file(workdir / "data" / f"{fold}.jsonl") for fold in FOLDS}
+
+
 def read_file(path: pathlib.Path) -> list[tj.Trajectory]:
     """A trajectory file's episodes. Raises ValueError if it is missing or torn."""
     if not path.exists():
@@ -161,17 +169,17 @@ def the_tokenizer(config: ConfigDict, workdir: pathlib.Path) -> tokenizer.Tokeni
     if path.exists():
         return build.load_tokenizer(workdir)
     with check.user_errors():
-        train, dev, test = (
-            read_file(workdir / "data" / f"{f}.jsonl") for f in ("train", "dev", "test")
-        )
-    plan = config.tokenizer
+        records = read_folds(workdir)
+    train, plan = records["train"], config.tokenizer
     phrases = tokenizer.common_phrases(
         [whole_text(record) for record in train[:PHRASE_EPISODES]],
         share=plan.phrase_share,
         most=plan.phrases,
     )
     words = tokenizer.train(
-        texts([*train, *dev, *test]), vocab_size=plan.vocab_size, phrases=phrases
+        texts([record for fold in records.values() for record in fold]),
+        vocab_size=plan.vocab_size,
+        phrases=phrases,
     )
     partial_path = path.with_suffix(".partial")
     words.save(partial_path)
@@ -228,23 +236,31 @@ def pack(records, encode, plan: ConfigDict, model: build.Model, *, name: str) ->
     return rows
 
 
-def renamed(
-    loss_fn, plan: ConfigDict, rows: list[dict], words: tokenizer.Tokenizer, *, segments: int
-):
-    """The loss on episodes of which a share is renamed."""
-    content_V = augment.content_tokens(
-        rows,
+def content_of(config: ConfigDict, workdir: pathlib.Path, words: tokenizer.Tokenizer) -> np.ndarray:
+    """The tokens that renaming moves, bool[V]: the same for the world, the policy and GRPO."""
+    records = read_folds(workdir)
+    written = set(texts([record for fold in records.values() for record in fold]))
+    shape = {"block_length": config.world.block_length, "slot": config.world.slot}
+    return augment.content_tokens(
+        [
+            batches.world_episode(words, record, **shape).tokens
+            for record in records["train"][:CONTENT_EPISODES]
+        ],
+        known={i for text in written for i in words.encode(text)},
         vocab_size=words.vocab_size,
-        specials=len(tokenizer.SPECIALS),
-        share=plan.rename_below,
+        share=config.sft.rename_below,
     )
-    print(f"renaming {plan.rename:.0%} of the episodes: {content_V.sum()} content tokens")
+
+
+def renamed(loss_fn: Callable, content_V: np.ndarray, *, share: float, segments: int) -> Callable:
+    """The loss on episodes of which a share is renamed."""
+    print(f"renaming {share:.0%} of the episodes: {content_V.sum()} content tokens")
 
     def loss(params: dict, piece: tuple[jax.Array, TokenBatch]):
         key, batch = piece
         rename_key, loss_key = jax.random.split(key)
         batch = augment.rename(
-            rename_key, batch, content_V=content_V, share=plan.rename, segments=segments
+            rename_key, batch, content_V=content_V, share=share, segments=segments
         )
         return loss_fn(params, (loss_key, batch))
 
@@ -279,4 +295,5 @@ def fingerprint(config: ConfigDict, workdir: pathlib.Path, what: str) -> dict:
         side = {"model": side["model"]}
     plan = config.sft[what].to_dict()
     whole = {"seed": config.seed, "mask_eps": config.sft.mask_eps, "data": data}
+    whole["rename_below"] = config.sft.rename_below
     return whole | {"tokenizer": config.tokenizer.to_dict(), what: side, "sft": plan}

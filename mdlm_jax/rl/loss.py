@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from mdlm_jax.ops import masked_mean
+from mdlm_jax.ops import masked_mean, pairwise_sum
 from mdlm_jax.structs import Mean
 
 MAX_LOG_RATIO = 20.0  # exp(20) is the last ratio that matters; beyond it float32 overflows
@@ -120,32 +120,37 @@ def k3(logprobs_BL: jax.Array, ref_logprobs_BL: jax.Array, mask_BL: jax.Array) -
     return jnp.expm1(gap_BL) - gap_BL
 
 
+def _total(loss_BL: jax.Array) -> jax.Array:
+    """Sum over all tokens, f32[]."""
+    return pairwise_sum(pairwise_sum(loss_BL, axis=1), axis=0)
+
+
 # --- What a token's loss is divided by: (loss f32[B, L], 0 outside the mask; mask; L_max) -> Mean
 
 
 def dapo(loss_BL: jax.Array, mask_BL: jax.Array, max_length: int | None) -> Mean:
     """Every token of the optimizer step weighs the same."""
-    return Mean(jnp.sum(loss_BL), jnp.sum(mask_BL, dtype=jnp.float32))
+    return Mean(_total(loss_BL), jnp.sum(mask_BL, dtype=jnp.float32))
 
 
 def grpo(loss_BL: jax.Array, mask_BL: jax.Array, max_length: int | None) -> Mean:
     """Every row weighs the same; a row without a token counts and adds 0."""
     tokens_B = jnp.maximum(jnp.sum(mask_BL, axis=1), 1)
     rows = jnp.float32(loss_BL.shape[0])
-    return Mean(jnp.sum(jnp.sum(loss_BL, axis=1) / tokens_B), rows)
+    return Mean(pairwise_sum(pairwise_sum(loss_BL, axis=1) / tokens_B, axis=0), rows)
 
 
 def dr_grpo(loss_BL: jax.Array, mask_BL: jax.Array, max_length: int | None) -> Mean:
     """Divided by the constant B * L_max, so that length earns no weight (Liu et al. 2025)."""
     if max_length is None:
         raise ValueError('loss_type "dr_grpo" divides by max_completion_length: give it')
-    return Mean(jnp.sum(loss_BL), jnp.float32(loss_BL.shape[0] * max_length))
+    return Mean(_total(loss_BL), jnp.float32(loss_BL.shape[0] * max_length))
 
 
 def bnpo(loss_BL: jax.Array, mask_BL: jax.Array, max_length: int | None) -> Mean:
     """Token mean of each micro-batch; the mean of those means depends on the cut, as in TRL."""
     tokens = jnp.maximum(jnp.sum(mask_BL), 1)
-    return Mean(jnp.sum(loss_BL) / tokens, jnp.float32(1.0))
+    return Mean(_total(loss_BL) / tokens, jnp.float32(1.0))
 
 
 LOSS_TYPES: dict[str, Callable[[jax.Array, jax.Array, int | None], Mean]] = {

@@ -7,7 +7,7 @@ stays true (the thing that was taken is the thing in the inventory), but only re
 tells its names.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,21 +17,20 @@ from mdlm_jax.structs import Message, Tasks, TokenBatch
 
 
 def content_tokens(
-    rows: Sequence[dict[str, np.ndarray]], *, vocab_size: int, specials: int, share: float
+    episodes: Sequence[np.ndarray], *, known: Iterable[int], vocab_size: int, share: float
 ) -> np.ndarray:
-    """bool[V]: tokens that stand in fewer than `share` of the episodes; the rest is grammar.
+    """bool[V]: known tokens that stand in fewer than `share` of the episodes; others are grammar.
 
-    Tokens that stand in none are content too: by renaming, a model learns to copy words it has not
-    met. `rows` are packed rows; the first `specials` ids are special tokens and never content.
+    Known tokens are those that some text of the run is spelled with. One that stands in no episode
+    is content too: by renaming, a model learns to copy words it has not met. A piece that BPE only
+    passed through on its way to a word is no token to learn. `episodes` are ids, i32[n] each.
     """
-    seen, episodes = np.zeros(vocab_size, np.int64), 0
-    for row in rows:
-        for segment in range(1, int(row["segment"].max()) + 1):
-            seen[np.unique(row["tokens"][row["segment"] == segment])] += 1
-            episodes += 1
-    content = seen < share * episodes
-    content[:specials] = False
-    return content
+    seen = np.zeros(vocab_size, np.int64)
+    for ids in episodes:
+        seen[np.unique(ids)] += 1
+    content = np.zeros(vocab_size, bool)
+    content[list(known)] = True
+    return content & (seen < share * len(episodes))
 
 
 def permutations(key: jax.Array, shape: tuple[int, ...], content_V: np.ndarray) -> jax.Array:
