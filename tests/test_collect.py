@@ -81,16 +81,19 @@ def test_the_mixture_holds_every_kind_of_action_and_ends_where_it_should(collect
         *before, last = episode.turns
         assert all(turn.status == "playing" for turn in before)
         assert episode.success == (last.status == "solved")
-        assert last.status != "playing" or len(episode.turns) == 8
+        assert last.status != "playing" or len(episode.turns) == small().env.turns
     assert 0.2 < sum(episode.success for episode in episodes) / len(episodes) < 1
     idle = sum(turn.action in collect.IDLE for turn in turns) / len(turns)
     assert idle < 0.2
 
 
-def test_the_goal_is_said_to_the_world_and_not_to_the_policy(collected):
+def test_goal_and_hidden_state_are_told_to_the_world_and_not_to_the_policy(collected):
     for episode in read(collected, "train")[:10]:
+        told = records.policy_prompt(episode.scene)
         assert episode.scene.goal in records.world_prompt(episode.scene)
-        assert episode.scene.state not in records.policy_prompt(episode.scene)
+        assert episode.scene.goal not in told
+        look, *opened = episode.scene.state.split("\n")
+        assert not any(line in told for line in opened)
 
 
 def test_two_workers_write_the_files_of_one(collected, tmp_path):
