@@ -127,12 +127,15 @@ def test_fewer_rows_than_a_batch_takes_are_repeated():
 
 def test_a_world_episode_trains_observations_and_their_status_up_to_a_block_border(words):
     record, special = record_of(), words.special
-    world = batches.world_episode(words, record, block_length=BLOCK, slot=2 * BLOCK)
+    slot = 2 * BLOCK
+    world = batches.world_episode(words, record, block_length=BLOCK, slot=slot)
     ids, trained = world.tokens.tolist(), world.trained.tolist()
     prompt = [special.system, *words.encode(records.world_prompt(record.scene)), special.end]
-    expected, mask = list(prompt), [False] * len(prompt)
+    expected = [*prompt, *[special.pad] * (-len(prompt) % slot)]
+    mask = [False] * len(expected)
     for turn in record.turns:
         action = [*words.encode(turn.action), special.end]
+        action += [special.pad] * (-len(action) % slot)
         told = [*words.encode(turn.observation), getattr(special, turn.status)]
         told += [special.pad] * (-(len(expected) + len(action) + len(told)) % BLOCK)
         expected += action + told
@@ -141,13 +144,14 @@ def test_a_world_episode_trains_observations_and_their_status_up_to_a_block_bord
     assert (ids, trained) == (expected, mask)
 
 
-def test_a_policy_episode_trains_actions_and_their_end(words):
+def test_a_policy_episode_trains_gold_actions_and_their_end(words):
     record, special = record_of(), words.special
     policy = batches.policy_episode(words, record)
     ids = np.array(policy.tokens)
     written = ids[policy.trained]
-    expected = [i for t in record.turns for i in (*words.encode(t.action), special.end)]
-    assert written.tolist() == expected
+    gold = [turn for turn in record.turns if turn.source == "gold"]
+    assert 0 < len(gold) < len(record.turns)
+    assert written.tolist() == [i for t in gold for i in (*words.encode(t.action), special.end)]
     rest = ids[~policy.trained].tolist()
     assert rest[-1] == special.solved
     assert words.decode(rest).startswith(records.policy_prompt(record.scene))
