@@ -10,9 +10,11 @@ import types
 from pathlib import Path
 
 import pytest
+from test_trajectory import episode
 
 from mdlm_jax import __main__ as command
 from mdlm_jax import check
+from mdlm_jax.tokens import trajectory
 
 ROOT = Path(__file__).parent.parent
 SMOKE = f"--config={ROOT / 'configs' / 'smoke.py'}"
@@ -259,6 +261,18 @@ def test_a_torn_trajectory_file_is_named_with_its_line(lines, expected, tmp_path
     assert code == 2
     assert text.startswith(f"mdlm-jax: error: {data / expected}")
     assert "Traceback" not in text
+
+
+@pytest.mark.parametrize("torn", ["expert", "train", "dev", "test"])
+def test_whichever_file_the_policy_depends_on_is_torn_it_is_named(torn, tmp_path: Path):
+    data = tmp_path / "data"
+    data.mkdir()
+    for name in ("expert", "train", "dev", "test"):
+        trajectory.write_jsonl(data / f"{name}.jsonl", [episode()])
+    (data / f"{torn}.jsonl").write_text("{")
+    code, text = run(in_workdir(["sft", "--what=policy"], tmp_path), dict(os.environ))
+    assert code == 2
+    assert text.startswith(f"mdlm-jax: error: {data / torn}.jsonl, line 1: ")
 
 
 def test_a_programmers_error_keeps_its_traceback(program, tmp_path: Path):

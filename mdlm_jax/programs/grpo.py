@@ -43,8 +43,8 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> None:
     on, words = build.make_mesh(config), build.load_tokenizer(workdir)
     rows = config.rollout.tasks * config.rollout.group
     sft.check_rows(rows, on)
+    records = sft.read_records(workdir, "world")
     with check.user_errors():
-        records = sft.read_file(workdir / "data" / "train.jsonl")
         saved = checkpoint.Checkpoints(
             workdir / "grpo" / "checkpoints", fingerprint(config, workdir)
         )
@@ -52,7 +52,7 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> None:
         if saved.latest() == config.grpo.steps:
             print(f"grpo: {config.grpo.steps} steps are done already")
         else:
-            play.check_room(config, words, distinct_scenes(records))
+            play.check_room(config, words, distinct_scenes(records["train"]))
             train(config, workdir, words, records, saved, on)
 
 
@@ -60,7 +60,7 @@ def train(
     config: ConfigDict,
     workdir: pathlib.Path,
     words: Tokenizer,
-    records: list[tj.Trajectory],
+    records: dict[str, list[tj.Trajectory]],
     saved: checkpoint.Checkpoints,
     on: jax.sharding.Mesh,
 ) -> None:
@@ -86,11 +86,11 @@ def train(
         partial(learn, config=config, model=policy, words=words, optimizer=optimizer),
         donate_argnums=0,
     )
-    scenes, key = distinct_scenes(records), jax.random.key(config.seed)
+    scenes, key = distinct_scenes(records["train"]), jax.random.key(config.seed)
     rename = jax.jit(
         partial(
             augment.rename_tasks,
-            content_V=sft.content_of(config, workdir, words),
+            content_V=sft.content_of(config, words, records),
             share=config.grpo.rename,
         )
     )

@@ -8,7 +8,7 @@ own turns.
 
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import jax
@@ -50,23 +50,23 @@ def train(
     config: ConfigDict,
     workdir: pathlib.Path,
     what: str,
-    records: tuple[list[tj.Trajectory], list[tj.Trajectory]],
+    records: dict[str, list[tj.Trajectory]],
     saved: checkpoint.Checkpoints,
     on: jax.sharding.Mesh,
 ) -> None:
     """Puts batches, losses and optimiser together, and runs the loop."""
-    plan, words = config.sft[what], the_tokenizer(config, workdir)
+    plan, words = config.sft[what], the_tokenizer(config, workdir, records)
     model, loss_fn_of, encode = recipe(config, what, words)
     train_rows, dev_rows = (
-        pack(part, encode, plan, model, name=name)
-        for name, part in zip(("train", "dev"), records, strict=True)
+        pack(records[source], encode, plan, model, name=name)
+        for name, source in zip(("train", "dev"), SOURCES[what], strict=True)
     )
     with check.user_errors():
         train_batches = batches.Batches(train_rows, size=plan.rows, seed=config.seed)
         dev_batches = batches.Batches(dev_rows, size=plan.rows, seed=0)
     segments = batches.most_segments([*train_rows, *dev_rows])
     dev_fn = loss_fn_of(segments=segments)
-    content_V = content_of(config, workdir, words)
+    content_V = content_of(config, words, records)
     loss_fn = renamed(dev_fn, content_V, share=plan.rename, segments=segments)
 
     init_key, run_key, dev_key = jax.random.split(jax.random.key(config.seed), 3)
@@ -140,16 +140,20 @@ def name_of(config: ConfigDict, what: str) -> str:
     return build.trained_world(config) if what == "world" else "policy"
 
 
-def read_records(workdir: pathlib.Path, what: str) -> tuple[list, list]:
-    """Training and dev episodes. The policy learns from the few expert ones only."""
+def files_of(workdir: pathlib.Path, what: str) -> dict[str, pathlib.Path]:
+    """Every trajectory file that this training depends on, by name.
+
+    The policy learns from the few expert episodes only; the text of all folds tells either side
+    its words.
+    """
+    names = dict.fromkeys((*FOLDS, *SOURCES[what]))
+    return {name: workdir / "data" / f"{name}.jsonl" for name in names}
+
+
+def read_records(workdir: pathlib.Path, what: str) -> dict[str, list[tj.Trajectory]]:
+    """The episodes of `files_of`. Raises UserError if a file is missing or torn."""
     with check.user_errors():
-        train, dev = (read_file(workdir / "data" / f"{name}.jsonl") for name in SOURCES[what])
-    return train, dev
-
-
-def read_folds(workdir: pathlib.Path) -> dict[str, list[tj.Trajectory]]:
-    """All collected episodes, by fold."""
-    return {fold: read_file(workdir / "data" / f"{fold}.jsonl") for fold in FOLDS}
+        return {name: read_file(path) for name, path in files_of(workdir, what).items()}
 
 
 def read_file(path: pathlib.Path) -> list[tj.Trajectory]:
@@ -159,7 +163,9 @@ def read_file(path: pathlib.Path) -> list[tj.Trajectory]:
     return tj.read_jsonl(path)
 
 
-def the_tokenizer(config: ConfigDict, workdir: pathlib.Path) -> tokenizer.Tokenizer:
+def the_tokenizer(
+    config: ConfigDict, workdir: pathlib.Path, records: dict[str, list[tj.Trajectory]]
+) -> tokenizer.Tokenizer:
     """The run's tokenizer; the first training makes it.
 
     It learns words from the text of all folds, as a released model's tokenizer knows all words; a
@@ -168,19 +174,13 @@ def the_tokenizer(config: ConfigDict, workdir: pathlib.Path) -> tokenizer.Tokeni
     path = workdir / "tokenizer.json"
     if path.exists():
         return build.load_tokenizer(workdir)
-    with check.user_errors():
-        records = read_folds(workdir)
-    train, plan = records["train"], config.tokenizer
+    plan = config.tokenizer
     phrases = tokenizer.common_phrases(
-        [whole_text(record) for record in train[:PHRASE_EPISODES]],
+        ["\n".join(world_texts(record)) for record in records["train"][:PHRASE_EPISODES]],
         share=plan.phrase_share,
         most=plan.phrases,
     )
-    words = tokenizer.train(
-        texts([record for fold in records.values() for record in fold]),
-        vocab_size=plan.vocab_size,
-        phrases=phrases,
-    )
+    words = tokenizer.train(texts(records), vocab_size=plan.vocab_size, phrases=phrases)
     partial_path = path.with_suffix(".partial")
     words.save(partial_path)
     partial_path.rename(path)
@@ -188,20 +188,20 @@ def the_tokenizer(config: ConfigDict, workdir: pathlib.Path) -> tokenizer.Tokeni
     return words
 
 
-def whole_text(record: tj.Trajectory) -> str:
-    """All that the world reads and writes in an episode, a line each."""
-    turns = (text for turn in record.turns for text in (turn.action, turn.observation))
-    return "\n".join([tj.world_prompt(record.scene), *turns])
+def world_texts(record: tj.Trajectory) -> Iterator[str]:
+    """All that the world reads and writes in an episode."""
+    yield tj.world_prompt(record.scene)
+    for turn in record.turns:
+        yield turn.action
+        yield turn.observation
 
 
-def texts(records: list[tj.Trajectory]):
-    """All text that either side reads or writes."""
-    for record in records:
-        yield tj.world_prompt(record.scene)
-        yield tj.policy_prompt(record.scene)
-        for turn in record.turns:
-            yield turn.action
-            yield turn.observation
+def texts(records: dict[str, list[tj.Trajectory]]) -> Iterator[str]:
+    """All text that either side reads or writes, in all folds."""
+    for fold in FOLDS:
+        for record in records[fold]:
+            yield from world_texts(record)
+            yield tj.policy_prompt(record.scene)
 
 
 def recipe(config: ConfigDict, what: str, words: tokenizer.Tokenizer):
@@ -236,17 +236,17 @@ def pack(records, encode, plan: ConfigDict, model: build.Model, *, name: str) ->
     return rows
 
 
-def content_of(config: ConfigDict, workdir: pathlib.Path, words: tokenizer.Tokenizer) -> np.ndarray:
+def content_of(
+    config: ConfigDict, words: tokenizer.Tokenizer, records: dict[str, list[tj.Trajectory]]
+) -> np.ndarray:
     """The tokens that renaming moves, bool[V]: the same for the world, the policy and GRPO."""
-    records = read_folds(workdir)
-    written = set(texts([record for fold in records.values() for record in fold]))
-    shape = {"block_length": config.world.block_length, "slot": config.world.slot}
+    ids = {text: words.encode(text) for text in set(texts(records))}
     return augment.content_tokens(
         [
-            batches.world_episode(words, record, **shape).tokens
+            [i for text in world_texts(record) for i in ids[text]]
             for record in records["train"][:CONTENT_EPISODES]
         ],
-        known={i for text in written for i in words.encode(text)},
+        known={i for spelled in ids.values() for i in spelled},
         vocab_size=words.vocab_size,
         share=config.sft.rename_below,
     )
@@ -294,6 +294,6 @@ def fingerprint(config: ConfigDict, workdir: pathlib.Path, what: str) -> dict:
     else:
         side = {"model": side["model"]}
     plan = config.sft[what].to_dict()
-    whole = {"seed": config.seed, "mask_eps": config.sft.mask_eps, "data": data}
-    whole["rename_below"] = config.sft.rename_below
+    shared = {name: config.sft[name] for name in ("mask_eps", "rename_below")}
+    whole = {"seed": config.seed, **shared, "data": data}
     return whole | {"tokenizer": config.tokenizer.to_dict(), what: side, "sft": plan}

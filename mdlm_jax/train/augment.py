@@ -17,13 +17,13 @@ from mdlm_jax.structs import Message, Tasks, TokenBatch
 
 
 def content_tokens(
-    episodes: Sequence[np.ndarray], *, known: Iterable[int], vocab_size: int, share: float
+    episodes: Sequence[Sequence[int]], *, known: Iterable[int], vocab_size: int, share: float
 ) -> np.ndarray:
     """bool[V]: known tokens that stand in fewer than `share` of the episodes; others are grammar.
 
     Known tokens are those that some text of the run is spelled with. One that stands in no episode
     is content too: by renaming, a model learns to copy words it has not met. A piece that BPE only
-    passed through on its way to a word is no token to learn. `episodes` are ids, i32[n] each.
+    passed through on its way to a word is no token to learn. `episodes` are ids.
     """
     seen = np.zeros(vocab_size, np.int64)
     for ids in episodes:
