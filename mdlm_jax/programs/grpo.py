@@ -253,8 +253,8 @@ def rollout_metrics(played: Rollout) -> dict:
 
 def fingerprint(config: ConfigDict, workdir: pathlib.Path) -> dict:
     """Everything that changes the numbers of this training."""
-    data = files.digest(workdir / "data" / "train.jsonl")
+    data = {name: files.digest(path) for name, path in sft.files_of(workdir, "world").items()}
     parts = ("seed", "world", "policy", "rollout", "grpo", "evaluate")
     values = {name: config[name] for name in parts}
     plain = {n: v.to_dict() if isinstance(v, ConfigDict) else v for n, v in values.items()}
-    return plain | {"data": data}
+    return plain | {"data": data, "rename_below": config.sft.rename_below}

@@ -287,7 +287,7 @@ def mean_loss(dev_loss: Callable, pieces: list, params: dict) -> float:
 
 def fingerprint(config: ConfigDict, workdir: pathlib.Path, what: str) -> dict:
     """Everything that changes the numbers of this training."""
-    data = {name: files.digest(workdir / "data" / f"{name}.jsonl") for name in SOURCES[what]}
+    data = {name: files.digest(path) for name, path in files_of(workdir, what).items()}
     side = {"world": config.world, "policy": config.policy}[what].to_dict()
     if what == "world":
         side = {name: side[name] for name in ("kind", "block_length", "slot", "model")}
