@@ -245,8 +245,14 @@ class _Player:
         return self._pick(choices), "valid"
 
     def _invalid(self) -> str:
-        """An action that is not possible now, made of the game's own words."""
-        ways = (self._stale, self._foreign, self._swapped, self._swapped, self._cut, self._chat)
+        """An action that is not possible now, made of the game's own words.
+
+        Half of them are all but right: a policy that is learning to spell says such things, and a
+        world that lets them pass teaches it nothing.
+        """
+        near = (self._garbled, self._garbled, self._garbled, self._stale)
+        far = (self._swapped, self._foreign, self._cut, self._chat)
+        ways = near + far
         while (action := self._pick(ways)()) in self._valid:
             pass
         return action
@@ -266,6 +272,35 @@ class _Player:
         things = list(things) or [""]
         things[self._rng.integers(len(things))] = self._pick(others)
         return f"{verb} {' in '.join(things)}".strip()
+
+    def _garbled(self) -> str:
+        """An action of this game in which one thing's name has a word wrong, missing or moved."""
+        action = self._pick(sorted(self._valid_things()) or ["take"])
+        verb, *things = _parse(action)
+        if not things:
+            return f"{verb} {self._pick(self._words())}"
+        place = self._rng.integers(len(things))
+        things[place] = self._misspelt(things[place].split())
+        return f"{verb} {' in '.join(things)}".strip()
+
+    def _valid_things(self) -> set[str]:
+        return set(self._valid) - set(IDLE)
+
+    def _misspelt(self, words: list[str]) -> str:
+        """A name with a word replaced by a known one, left out, or two words exchanged."""
+        place, draw = self._rng.integers(len(words)), self._rng.random()
+        if len(words) > 1 and draw < 0.2:
+            del words[place]
+        elif len(words) > 1 and draw < 0.4:
+            other = (place + 1) % len(words)
+            words[place], words[other] = words[other], words[place]
+        else:
+            words[place] = self._pick(self._words())
+        return " ".join(words)
+
+    def _words(self) -> list[str]:
+        """The words of the names of another game."""
+        return " ".join(_parse(self._foreign())[1:]).split() or ["thing"]
 
     def _cut(self) -> str:
         """An action without its end."""
