@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import ml_dtypes
 import numpy as np
-import safetensors
+import safetensors.numpy
 
 INDEX = "model.safetensors.index.json"
 DTYPES = {
@@ -113,11 +113,7 @@ def save(
 def _write(folder: pathlib.Path, number: int, part: dict[str, np.ndarray]):
     """Writes one file under a passing name: (its path, the names of its tensors)."""
     path = folder / f"writing-{number:05d}.part"
-    plain = {
-        name: {"dtype": array.dtype.name, "shape": array.shape, "data": array.tobytes()}
-        for name, array in part.items()
-    }
-    safetensors.serialize_file(plain, path, metadata={"format": "pt"})
+    safetensors.numpy.save_file(part, path, metadata={"format": "pt"})
     return path, list(part)
 
 

@@ -2,7 +2,17 @@
 
 import pytest
 
-COVERED = ("sampling", "grpo", "metrics", "qwen3", "mistral", "lfm2", "rope_variants", "sdar", "wedlm")
+COVERED = (
+    "sampling",
+    "grpo",
+    "metrics",
+    "qwen3",
+    "mistral",
+    "lfm2",
+    "rope_variants",
+    "sdar",
+    "wedlm",
+)
 LATER = ("models",)
 
 
