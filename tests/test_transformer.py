@@ -112,6 +112,31 @@ def test_the_row_by_row_path_equals_the_general_one_in_value_and_gradient():
         np.testing.assert_allclose(grad, expected_grad, atol=1e-5)
 
 
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_keys_that_a_promise_rules_out_change_nothing(monkeypatch, ahead: int):
+    """Five ordered places in pieces of two, then two that see everything."""
+    monkeypatch.setattr(attention, "PIECE", 2)
+    q, [(key, value, allowed)] = attention_case(5, rows=3, width=7, sizes=[7])
+    near = np.arange(7) <= np.arange(7)[:, None] + ahead
+    allowed = allowed & (near | (np.arange(7) >= 5)[:, None])
+    sources = [(key, value, allowed)]
+
+    def total(q, key, value, **promise):
+        return jnp.sin(attention.attend(q, [(key, value, allowed)], **promise)).sum()
+
+    whole = jax.jit(jax.value_and_grad(total, (0, 1, 2)))
+    part = jax.jit(jax.value_and_grad(partial(total, prefix=5, ahead=ahead), (0, 1, 2)))
+    (expected, expected_grads), (found, grads) = (f(q, key, value) for f in (whole, part))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        np.testing.assert_allclose(grad, expected_grad, atol=1e-5)
+    np.testing.assert_allclose(
+        jax.jit(partial(attention.attend, prefix=5, ahead=ahead))(q, sources),
+        jax.jit(attention.attend)(q, sources),
+        atol=1e-5,
+    )
+
+
 def test_attention_is_softmax_over_all_sources_with_shared_key_heads():
     q, sources = attention_case(4, rows=2, width=3, sizes=[5, 3])
     mixed = np.asarray(jax.jit(attention.attend)(q, sources)).reshape(2, 3, 6, 4)

@@ -1,5 +1,6 @@
 """Attention of a fresh window over itself and a cache that is only read."""
 
+import itertools
 from functools import partial
 
 import flax.linen as nn
@@ -11,27 +12,46 @@ from mdlm_jax.models.blocks import QUIET, Linear, RMSNorm
 from mdlm_jax.models.config import ModelConfig
 
 NEVER = -1e30  # finite, so that a query that sees nothing stays free of NaN
+PIECE = 128  # queries that look at the same stretch of keys
 
 
-def attend(q_BWHK: jax.Array, sources: list[tuple[jax.Array, jax.Array, jax.Array]]) -> jax.Array:
+def attend(
+    q_BWHK: jax.Array,
+    sources: list[tuple[jax.Array, jax.Array, jax.Array]],
+    *,
+    prefix: int = 0,
+    ahead: int = 0,
+) -> jax.Array:
     """Softmax attention over several (key [B,C,J,K], value, allowed bool[B,W,C]) sources at once.
 
-    Sources stay apart until the scores: a cache is never copied to be joined with fresh keys.
+    Sources stay apart until the scores: a cache is never copied to be joined with fresh keys. With
+    the promise of `masks.Sight`, keys that no query can see are not looked at; that needs a single
+    source.
     """
     B, W, H, K = q_BWHK.shape
     if W > 1 and jax.default_backend() == "cpu":
         # One row at a time, recomputed in the backward pass: its scores stay in a core's cache,
         # which is 3.5 times faster than scores f32[B, H, W, C] in memory (576 places, 4 heads, 2
         # cores).
-        return jax.lax.map(_attend_row, (q_BWHK, sources)).reshape(B, W, H * K)
+        row = jax.checkpoint(partial(_attend_row, prefix=prefix, ahead=ahead))
+        return jax.lax.map(row, (q_BWHK, sources)).reshape(B, W, H * K)
     return _attend_rows(q_BWHK, sources).reshape(B, W, H * K)
 
 
-@jax.checkpoint
-def _attend_row(row: tuple[jax.Array, list[tuple]]) -> jax.Array:
-    """`_attend_rows` of one row, without the leading axis."""
+def _attend_row(row: tuple[jax.Array, list[tuple]], *, prefix: int, ahead: int) -> jax.Array:
+    """`_attend_rows` of one row, without the leading axis, in pieces of the prefix and the rest."""
     q_1WHK, sources = jax.tree.map(lambda x: x[None], row)
-    return _attend_rows(q_1WHK, sources)[0]
+    borders = [*range(0, prefix, PIECE), prefix, q_1WHK.shape[1]]
+    pieces = []
+    for start, end in itertools.pairwise(borders):
+        if start == end:
+            continue
+        seen = end + ahead if end <= prefix else None
+        cut = [
+            (k[:, :seen], v[:, :seen], allowed[:, start:end, :seen]) for k, v, allowed in sources
+        ]
+        pieces.append(_attend_rows(q_1WHK[:, start:end], cut)[0])
+    return jnp.concatenate(pieces)
 
 
 def _attend_rows(q_BWHK: jax.Array, sources: list[tuple]) -> jax.Array:
@@ -66,11 +86,10 @@ class Attention(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, x_BWD, turn, allowed_BWW, cached, cached_BWC):
+    def __call__(self, x_BWD, view, cached):
         """Mixed values f[B, W, D] and the fresh (key, value), f[B, W, J, K] each.
 
-        `turn` is the pair (cosine, sine) of the positions; `cached` a (key, value), f[B, C, J, K]
-        each, or None.
+        `view` is a `transformer.View`; `cached` a (key, value), f[B, C, J, K] each, or None.
         """
         c = self.config
         project = partial(self._project, x_BWD)
@@ -80,12 +99,13 @@ class Attention(nn.Module):
         if c.qk_norm:
             q_BWHK = RMSNorm(c.rms_norm_eps, name="q_norm")(q_BWHK)
             k_BWJK = RMSNorm(c.rms_norm_eps, name="k_norm")(k_BWJK)
-        q_BWHK, k_BWJK = rope.rotate(q_BWHK, *turn), rope.rotate(k_BWJK, *turn)
-        sources = [(k_BWJK, v_BWJK, allowed_BWW)]
+        q_BWHK, k_BWJK = rope.rotate(q_BWHK, *view.turn), rope.rotate(k_BWJK, *view.turn)
+        sources, prefix = [(k_BWJK, v_BWJK, view.allowed)], view.prefix
         if cached is not None:
-            sources.insert(0, (*cached, cached_BWC))
+            sources, prefix = [(*cached, view.cached_allowed), *sources], 0
         out = Linear(c.hidden_size, c.attention_out_bias, QUIET, name="o_proj")
-        return out(attend(q_BWHK, sources)), (k_BWJK, v_BWJK)
+        mixed_BWE = attend(q_BWHK, sources, prefix=prefix, ahead=view.ahead)
+        return out(mixed_BWE), (k_BWJK, v_BWJK)
 
     def _project(self, x_BWD, name: str, heads: int) -> jax.Array:
         c = self.config

@@ -10,6 +10,7 @@ from functools import partial
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from mdlm_jax.models import conv, masks, rope
 from mdlm_jax.models.attention import Attention
@@ -21,33 +22,18 @@ from mdlm_jax.structs import Cache
 UNLIMITED = 2**30  # a window wider than any context
 
 
-class Layer(nn.Module):
-    """x += mixer(norm(x)); x += feed_forward(norm(x)). Returns what its cache keeps, too."""
+@struct.dataclass
+class View:
+    """What all layers share: rotary angles, who sees whom, who precedes whom."""
 
-    config: ModelConfig
-    run: Run
-
-    @nn.compact
-    def __call__(self, x_BWD, cached, window, view):
-        """`cached` and `window` are the layer's own; `view` is the same for all (`look`)."""
-        c = self.config
-        norm = partial(RMSNorm, c.rms_norm_eps)
-        y_BWD = norm(name="input_layernorm")(x_BWD)
-        if self.run.mixer == "conv":
-            mixed_BWD, fresh = conv.ShortConv(c, name="conv")(y_BWD, view["source"], cached)
-        else:
-            allowed, cached_allowed = view["allowed"], view["cached_allowed"]
-            if window is not None:
-                allowed &= view["distance"] < window
-                if cached is not None:
-                    cached_allowed &= view["cached_distance"] < window
-            attention = Attention(c, name="self_attn")
-            mixed_BWD, fresh = attention(y_BWD, view["turn"], allowed, cached, cached_allowed)
-        x_BWD = x_BWD + mixed_BWD
-        y_BWD = norm(name="post_attention_layernorm")(x_BWD)
-        if self.run.feed_forward == "experts":
-            return x_BWD + Experts(c, name="mlp")(y_BWD), fresh
-        return x_BWD + GatedMLP(c.intermediate_size, c.mlp_bias, name="mlp")(y_BWD), fresh
+    turn: tuple[jax.Array, jax.Array]  # cosine and sine, f32[B, W, 1, K/2]
+    allowed: jax.Array  # bool[B, W, W]
+    cached_allowed: jax.Array | None = None  # bool[B, W, C]
+    distance: jax.Array | None = None  # i32[B, W, W]  where there are sliding windows
+    cached_distance: jax.Array | None = None  # i32[B, W, C]
+    source: tuple[jax.Array, jax.Array] | None = None  # see `conv.sources`
+    prefix: int = struct.field(pytree_node=False, default=0)  # see `masks.Sight`
+    ahead: int = struct.field(pytree_node=False, default=0)
 
 
 def look(
@@ -56,37 +42,65 @@ def look(
     sight: masks.Sight,
     cached_B: jax.Array | None,
     size: int,
-) -> dict:
-    """What all layers share: rotary angles, who sees whom, and who precedes whom.
-
-    `size` is the cache's number of places, 0 without a cache.
-    """
-    live_BW = sight.segment > 0
+) -> View:
+    """The view of a window; `size` is the cache's number of places, 0 without a cache."""
     allowed_BWW = masks.visible(sight, sight)
-    view = {
-        "turn": rope.angles(
-            positions_BW,
-            live_BW,
-            width=config.head_dim,
-            theta=config.rope_theta,
-            scaling=config.rope_scaling,
-        ),
-        "allowed": allowed_BWW,
-        "cached_allowed": None,
-    }
+    turn = rope.angles(
+        positions_BW,
+        sight.segment > 0,
+        width=config.head_dim,
+        theta=config.rope_theta,
+        scaling=config.rope_scaling,
+    )
+    view = View(turn, allowed_BWW, prefix=sight.prefix, ahead=sight.ahead)
     places_C = jnp.arange(size)
     if cached_B is not None:
         inside_BC = places_C < cached_B[:, None]
-        view["cached_allowed"] = jnp.broadcast_to(
-            inside_BC[:, None], (*positions_BW.shape, size)
-        )  # bool[B, W, C]
+        shape_BWC = (*positions_BW.shape, size)
+        view = view.replace(cached_allowed=jnp.broadcast_to(inside_BC[:, None], shape_BWC))
     if "sliding_attention" in config.mixers:
-        view["distance"] = positions_BW[:, :, None] - positions_BW[:, None, :]
-        view["cached_distance"] = positions_BW[:, :, None] - places_C
+        view = view.replace(
+            distance=positions_BW[:, :, None] - positions_BW[:, None, :],
+            cached_distance=positions_BW[:, :, None] - places_C,
+        )
     if "conv" in config.mixers:
         taps = config.conv_L_cache
-        view["source"] = conv.sources(positions_BW, allowed_BWW, cached_B, taps=taps)
+        view = view.replace(source=conv.sources(positions_BW, allowed_BWW, cached_B, taps=taps))
     return view
+
+
+def within(view: View, window: jax.Array | None, has_cache: bool) -> View:
+    """The view of a layer that sees `window` keys only; None = all."""
+    if window is None:
+        return view
+    view = view.replace(allowed=view.allowed & (view.distance < window))
+    if not has_cache:
+        return view
+    return view.replace(cached_allowed=view.cached_allowed & (view.cached_distance < window))
+
+
+class Layer(nn.Module):
+    """x += mixer(norm(x)); x += feed_forward(norm(x)). Returns what its cache keeps, too."""
+
+    config: ModelConfig
+    run: Run
+
+    @nn.compact
+    def __call__(self, x_BWD, cached, window, view: View):
+        """`cached` and `window` are the layer's own; `view` is the same for all."""
+        c = self.config
+        norm = partial(RMSNorm, c.rms_norm_eps)
+        y_BWD = norm(name="input_layernorm")(x_BWD)
+        if self.run.mixer == "conv":
+            mixed_BWD, fresh = conv.ShortConv(c, name="conv")(y_BWD, view.source, cached)
+        else:
+            own = within(view, window, cached is not None)
+            mixed_BWD, fresh = Attention(c, name="self_attn")(y_BWD, own, cached)
+        x_BWD = x_BWD + mixed_BWD
+        y_BWD = norm(name="post_attention_layernorm")(x_BWD)
+        if self.run.feed_forward == "experts":
+            return x_BWD + Experts(c, name="mlp")(y_BWD), fresh
+        return x_BWD + GatedMLP(c.intermediate_size, c.mlp_bias, name="mlp")(y_BWD), fresh
 
 
 class Layers(nn.Module):
@@ -95,7 +109,7 @@ class Layers(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, x_BWD, cache: Cache | None, view: dict) -> tuple[jax.Array, Cache]:
+    def __call__(self, x_BWD, cache: Cache | None, view: View) -> tuple[jax.Array, Cache]:
         """The last layer's output f[B, W, D] and the fresh cache of all layers."""
         fresh = {"attention": [], "conv": []}
         done = {"attention": 0, "conv": 0}  # layers of each kind so far

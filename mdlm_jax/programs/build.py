@@ -153,6 +153,8 @@ def diffusion_loss(model: Model, special: Specials, *, eps: float, segments: int
             segment=both(batch.segment, noisy.segment),
             order=masks.order(positions, block_length=model.order_length),
             noisy=both(jnp.zeros_like(batch.loss_mask), jnp.ones_like(noisy.masked)),
+            prefix=length,
+            ahead=model.order_length - 1,
         )
         hidden = model.train_hidden(params, both(batch.tokens, noisy.tokens), positions, sight)
         logits_BMV = model.unembed(params, hidden[:, length:])
@@ -168,7 +170,8 @@ def autoregressive_loss(model: Model, special: Specials, **_) -> Callable:
     def loss(params: dict, piece: tuple[jax.Array, TokenBatch]) -> tuple[Mean, dict]:
         _, batch = piece
         order = masks.order(batch.position, block_length=1)
-        sight = masks.Sight(batch.segment, order, jnp.zeros_like(batch.loss_mask))
+        noisy = jnp.zeros_like(batch.loss_mask)
+        sight = masks.Sight(batch.segment, order, noisy, prefix=batch.tokens.shape[1])
         hidden = model.train_hidden(params, batch.tokens, batch.position, sight)
         return score.next_token_loss(model.unembed(params, hidden), batch), {}
 
