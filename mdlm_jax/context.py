@@ -18,19 +18,21 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from mdlm_jax.structs import Cache, Context, Message
+from mdlm_jax.structs import Cache, CacheShape, Context, Message
 
 
-def empty(rows: int, size: int, cache_shape: tuple[int, ...], dtype: jnp.dtype) -> Context:
-    """An unread context of `size` places; `cache_shape` is (layers, kv heads, width)."""
-    layers, heads, width = cache_shape
-    shape_NBCJK = (layers, rows, size, heads, width)
+def empty(rows: int, size: int, shape: CacheShape, dtype: jnp.dtype) -> Context:
+    """An unread context of `size` places."""
+    shape_NBCJK = (shape.layers, rows, size, shape.heads, shape.width)
+    conv = None
+    if shape.conv_layers:
+        conv = jnp.zeros((shape.conv_layers, rows, shape.conv_taps, shape.conv_width), dtype)
     # An array each: memory that is shared could not be donated.
     return Context(
         tokens=jnp.zeros((rows, size), jnp.int32),
         length=jnp.zeros((rows,), jnp.int32),
         cached=jnp.zeros((rows,), jnp.int32),
-        cache=Cache(jnp.zeros(shape_NBCJK, dtype), jnp.zeros(shape_NBCJK, dtype)),
+        cache=Cache(jnp.zeros(shape_NBCJK, dtype), jnp.zeros(shape_NBCJK, dtype), conv),
     )
 
 
@@ -51,7 +53,11 @@ def put(
 
 
 def write(cache: Cache, fresh: Cache, positions_BW: jax.Array, keep_BW: jax.Array) -> Cache:
-    """Writes fresh keys and values [N, B, W, J, K] of the kept places, once, for all layers."""
+    """Writes what a model keeps of a window's kept places, once, for all layers.
+
+    With convolutions, the window must begin at the first place that is not cached, and the kept
+    places must be its first ones.
+    """
     size = cache.key.shape[2]
     places_BW = jnp.where(keep_BW, positions_BW, size)
     rows_B1 = jnp.arange(places_BW.shape[0])[:, None]
@@ -61,7 +67,16 @@ def write(cache: Cache, fresh: Cache, positions_BW: jax.Array, keep_BW: jax.Arra
             new_NBWJK.astype(old_NBCJK.dtype), mode="drop"
         )
 
-    return Cache(scatter(cache.key, fresh.key), scatter(cache.value, fresh.value))
+    conv = None if cache.conv is None else _advance(cache.conv, fresh.conv, keep_BW.sum(1))
+    return Cache(scatter(cache.key, fresh.key), scatter(cache.value, fresh.value), conv)
+
+
+def _advance(old_NBTD: jax.Array, new_NBWD: jax.Array, count_B: jax.Array) -> jax.Array:
+    """The last T inputs after `count` more were read: a window that slides along each row."""
+    taps = old_NBTD.shape[2]
+    joined = jnp.concatenate([old_NBTD, new_NBWD.astype(old_NBTD.dtype)], axis=2)
+    places_BT = count_B[:, None] + jnp.arange(taps)
+    return jnp.take_along_axis(joined, places_BT[None, :, :, None], axis=2)
 
 
 def append(context: Context, message: Message) -> Context:
@@ -120,17 +135,29 @@ def begin(read_fn: Callable, prompts: Message, context: Context, *, group: int) 
     Rows are group-contiguous: row r continues prompt r // group.
     """
     rows, width = prompts.tokens.shape
-    layers, _, _, heads, head_width = context.cache.key.shape
-    blank = empty(rows, width, (layers, heads, head_width), context.cache.key.dtype)
-    small = read_fn(blank, prompts)
+    cache = context.cache
+    small = read_fn(empty(rows, width, _shape(cache), cache.key.dtype), prompts)
     copies = partial(jnp.repeat, repeats=group)
 
     def paste(old_NBCJK, small_NPWJK):
         return old_NBCJK.at[:, :, :width].set(copies(small_NPWJK, axis=1))
 
+    read = small.cache
     return Context(
         tokens=context.tokens.at[:, :width].set(copies(small.tokens, axis=0)),
         length=copies(small.length, axis=0),
         cached=copies(small.cached, axis=0),
-        cache=jax.tree.map(paste, context.cache, small.cache),
+        cache=Cache(
+            key=paste(cache.key, read.key),
+            value=paste(cache.value, read.value),
+            conv=None if read.conv is None else copies(read.conv, axis=1),
+        ),
     )
+
+
+def _shape(cache: Cache) -> CacheShape:
+    layers, _, _, heads, width = cache.key.shape
+    if cache.conv is None:
+        return CacheShape(layers, heads, width)
+    conv_layers, _, taps, conv_width = cache.conv.shape
+    return CacheShape(layers, heads, width, conv_layers, taps, conv_width)

@@ -28,12 +28,25 @@ class TokenBatch:
     )  # i32[B, M] places in L of whole blocks that hold a trained token; -1 = none
 
 
+class CacheShape(NamedTuple):
+    """What one row's cache takes, apart from its number of places C."""
+
+    layers: int  # N, of attention
+    heads: int  # J
+    width: int  # K
+    conv_layers: int = 0
+    conv_taps: int = 0
+    conv_width: int = 0  # D
+
+
 @struct.dataclass
 class Cache:
-    """Keys and values of the tokens read so far; one slot per position."""
+    """Keys and values of the tokens read so far, one place per position, and what short
+    convolutions need of the last ones. In a model's fresh cache the window W stands for C."""
 
     key: jax.Array  # f[N, B, C, J, K]
     value: jax.Array  # f[N, B, C, J, K]
+    conv: jax.Array | None = None  # f[conv layers, B, taps, D]  inputs of the last cached tokens
 
 
 @struct.dataclass

@@ -10,10 +10,11 @@ import numpy as np
 
 from mdlm_jax import context as ctx
 from mdlm_jax.models import masks, transformer
-from mdlm_jax.structs import Context, Generation, Message, Speaker
+from mdlm_jax.models.config import ModelConfig
+from mdlm_jax.structs import CacheShape, Context, Generation, Message, Speaker
 
 # All sizes differ, so that a mixed-up axis can't pass. Three query heads share a key head.
-TINY = transformer.ModelConfig(
+TINY = ModelConfig(
     vocab_size=23,
     hidden_size=10,
     num_hidden_layers=2,
@@ -25,7 +26,7 @@ TINY = transformer.ModelConfig(
 
 
 @functools.cache
-def sharp_params(seed: int, config: transformer.ModelConfig = TINY) -> dict:
+def sharp_params(seed: int, config: ModelConfig = TINY) -> dict:
     """Random parameters, larger than at a training's start: decided choices, strong attention.
 
     Drawn on the host, which compiles nothing.
@@ -45,7 +46,7 @@ class TinyModel:
     """A tiny random decoder with the signature of a step function. Block length 1 is causal."""
 
     block: int
-    config: transformer.ModelConfig = TINY
+    config: ModelConfig = TINY
 
     def hidden(self, params, tokens_BW, positions_BW, live_BW, cache=None, cached_B=None):
         """Hidden states and fresh keys and values."""
@@ -183,4 +184,4 @@ rule_world = Speaker(begin=_begin, read=_read, write=_world_write)
 
 def rule_memory(rows: int, size: int) -> Context:
     """A context for a speaker by rule: its cache is a formality."""
-    return ctx.empty(rows, size, (1, 1, 1), jnp.float32)
+    return ctx.empty(rows, size, CacheShape(1, 1, 1), jnp.float32)

@@ -10,7 +10,7 @@ import pytest
 from fakes import TINY, TinyModel, message, sharp_params
 
 from mdlm_jax import context as ctx
-from mdlm_jax.models import masks, transformer
+from mdlm_jax.models import attention, masks, rope, transformer
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def test_the_row_by_row_path_equals_the_general_one_in_value_and_gradient():
         return (jnp.sin(attend(q, pieces).reshape(3, 5, 24))).sum()
 
     arguments = (q, *sources[0][:2])
-    both = (transformer.attend, transformer._attend_rows)
+    both = (attention.attend, attention._attend_rows)
     graded = [jax.jit(jax.value_and_grad(partial(total, f), (0, 1, 2))) for f in both]
     (value, grads), (expected, expected_grads) = (f(*arguments) for f in graded)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
@@ -112,9 +112,34 @@ def test_the_row_by_row_path_equals_the_general_one_in_value_and_gradient():
         np.testing.assert_allclose(grad, expected_grad, atol=1e-5)
 
 
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_keys_that_a_promise_rules_out_change_nothing(monkeypatch, ahead: int):
+    """Five ordered places in pieces of two, then two that see everything."""
+    monkeypatch.setattr(attention, "PIECE", 2)
+    q, [(key, value, allowed)] = attention_case(5, rows=3, width=7, sizes=[7])
+    near = np.arange(7) <= np.arange(7)[:, None] + ahead
+    allowed = allowed & (near | (np.arange(7) >= 5)[:, None])
+    sources = [(key, value, allowed)]
+
+    def total(q, key, value, **promise):
+        return jnp.sin(attention.attend(q, [(key, value, allowed)], **promise)).sum()
+
+    whole = jax.jit(jax.value_and_grad(total, (0, 1, 2)))
+    part = jax.jit(jax.value_and_grad(partial(total, prefix=5, ahead=ahead), (0, 1, 2)))
+    (expected, expected_grads), (found, grads) = (f(q, key, value) for f in (whole, part))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        np.testing.assert_allclose(grad, expected_grad, atol=1e-5)
+    np.testing.assert_allclose(
+        jax.jit(partial(attention.attend, prefix=5, ahead=ahead))(q, sources),
+        jax.jit(attention.attend)(q, sources),
+        atol=1e-5,
+    )
+
+
 def test_attention_is_softmax_over_all_sources_with_shared_key_heads():
     q, sources = attention_case(4, rows=2, width=3, sizes=[5, 3])
-    mixed = np.asarray(jax.jit(transformer.attend)(q, sources)).reshape(2, 3, 6, 4)
+    mixed = np.asarray(jax.jit(attention.attend)(q, sources)).reshape(2, 3, 6, 4)
     key, value, allowed = (
         np.concatenate(part, axis=i)
         for part, i in zip(zip(*sources, strict=True), (1, 1, 2), strict=True)
@@ -130,16 +155,17 @@ def test_attention_is_softmax_over_all_sources_with_shared_key_heads():
 def test_a_query_that_sees_nothing_is_finite():
     q, [(key, value, _)] = attention_case(4, rows=2, width=3, sizes=[4])
     assert np.isfinite(
-        jax.jit(transformer.attend)(q, [(key, value, jnp.zeros((2, 3, 4), bool))])
+        jax.jit(attention.attend)(q, [(key, value, jnp.zeros((2, 3, 4), bool))])
     ).all()
 
 
 def test_rotation_keeps_lengths_and_depends_on_the_distance_only():
     x, y = np.random.default_rng(7).normal(size=(2, 8)).astype(np.float32)
     turned = jnp.array([[0, 3, 13, 8, 18]])
-    rotated = jax.jit(partial(transformer.rotate, theta=100.0))
+    angles = rope.angles(turned, turned >= 0, width=8, theta=100.0, scaling=None)
+    rotated = jax.jit(rope.rotate)
     x_5, y_5 = (
-        np.asarray(rotated(np.broadcast_to(v, (1, 5, 1, 8)), turned))[0, :, 0] for v in (x, y)
+        np.asarray(rotated(np.broadcast_to(v, (1, 5, 1, 8)), *angles))[0, :, 0] for v in (x, y)
     )
     np.testing.assert_allclose(x_5[1] @ y_5[3], x_5[2] @ y_5[4], rtol=1e-4)
     np.testing.assert_allclose(np.linalg.norm(x_5, axis=1), np.linalg.norm(x), rtol=1e-5)

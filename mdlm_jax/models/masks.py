@@ -7,11 +7,17 @@ from flax import struct
 
 @struct.dataclass
 class Sight:
-    """What decides which keys a query may see. All fields [B, W]."""
+    """What decides which keys a query may see. Arrays are [B, W].
+
+    `prefix` and `ahead` only save work: they promise that none of the first `prefix` places sees
+    more than `ahead` places beyond its own, as in rows that are packed in order.
+    """
 
     segment: jax.Array  # i32  tokens see their own segment only; 0 = padding, seen by nobody
     order: jax.Array  # i32  block index (block-causal) or position (causal)
     noisy: jax.Array  # bool  the corrupted copy in training; False everywhere else
+    prefix: int = struct.field(pytree_node=False, default=0)
+    ahead: int = struct.field(pytree_node=False, default=0)
 
 
 def visible(query: Sight, key: Sight) -> jax.Array:

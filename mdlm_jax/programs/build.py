@@ -14,6 +14,7 @@ from mdlm_jax import context as ctx
 from mdlm_jax.autoregressive import decode, score
 from mdlm_jax.diffusion import corrupt, denoise, losses
 from mdlm_jax.models import masks, transformer
+from mdlm_jax.models.config import ModelConfig
 from mdlm_jax.rl import reward, rollout
 from mdlm_jax.structs import Context, Mean, Message, Speaker, TokenBatch
 from mdlm_jax.tokens import batches, tokenizer
@@ -27,7 +28,7 @@ VOCAB_MULTIPLE = 64
 class Model:
     """A Transformer's functions and its shape; no parameters inside."""
 
-    config: transformer.ModelConfig
+    config: ModelConfig
     words: int  # ids of the tokenizer; the model's vocabulary may be padded beyond them
     order_length: int  # block length of the mask; 1 = causal
 
@@ -55,7 +56,7 @@ def model(shape: ConfigDict, *, vocab_size: int, order_length: int) -> Model:
     Its vocabulary is rounded up, so that it can be split over the tensor axis of any usual mesh.
     """
     padded = -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-    return Model(transformer.ModelConfig(vocab_size=padded, **shape), vocab_size, order_length)
+    return Model(ModelConfig(vocab_size=padded, **shape), vocab_size, order_length)
 
 
 def world_model(config: ConfigDict, vocab_size: int) -> Model:
@@ -152,6 +153,8 @@ def diffusion_loss(model: Model, special: Specials, *, eps: float, segments: int
             segment=both(batch.segment, noisy.segment),
             order=masks.order(positions, block_length=model.order_length),
             noisy=both(jnp.zeros_like(batch.loss_mask), jnp.ones_like(noisy.masked)),
+            prefix=length,
+            ahead=model.order_length - 1,
         )
         hidden = model.train_hidden(params, both(batch.tokens, noisy.tokens), positions, sight)
         logits_BMV = model.unembed(params, hidden[:, length:])
@@ -167,7 +170,8 @@ def autoregressive_loss(model: Model, special: Specials, **_) -> Callable:
     def loss(params: dict, piece: tuple[jax.Array, TokenBatch]) -> tuple[Mean, dict]:
         _, batch = piece
         order = masks.order(batch.position, block_length=1)
-        sight = masks.Sight(batch.segment, order, jnp.zeros_like(batch.loss_mask))
+        noisy = jnp.zeros_like(batch.loss_mask)
+        sight = masks.Sight(batch.segment, order, noisy, prefix=batch.tokens.shape[1])
         hidden = model.train_hidden(params, batch.tokens, batch.position, sight)
         return score.next_token_loss(model.unembed(params, hidden), batch), {}
 
@@ -313,7 +317,7 @@ def judge(special: Specials) -> Callable:
 def memory(rows: int, *, size: int, model: Model, on: jax.sharding.Mesh) -> Context:
     """An empty context, its rows split over the mesh."""
     shapes = jax.eval_shape(lambda: ctx.empty(rows, size, model.config.cache_shape, jnp.float32))
-    at = jax.tree.map(lambda s: mesh.row_axis(on, 1 if s.ndim == 5 else 0), shapes)
+    at = jax.tree.map(lambda s: mesh.row_axis(on, 1 if s.ndim >= 4 else 0), shapes)
     make = jax.jit(
         lambda: ctx.empty(rows, size, model.config.cache_shape, jnp.float32), out_shardings=at
     )

@@ -60,11 +60,15 @@ def muon(
 
 
 def _matrices(params: dict) -> dict:
-    """Which axes of a stacked kernel [N, in, out] form a matrix; None for everything else."""
+    """Which axes of a stacked kernel [N, in, out] form a matrix; None for everything else.
+
+    The few taps of a short convolution are no matrix, whatever their number of axes.
+    """
     matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
 
     def one(path, leaf):
-        return matrix if path[-1].key == "kernel" and leaf.ndim == 3 else None
+        is_projection = path[-1].key == "kernel" and path[-2].key != "conv"
+        return matrix if is_projection and leaf.ndim == 3 else None
 
     return jax.tree_util.tree_map_with_path(one, params)
 

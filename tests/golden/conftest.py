@@ -1,6 +1,6 @@
 """The golden-file harness: runs a test once for every golden folder of its family.
 
-    @pytest.mark.golden("sdar")
+    @pytest.mark.golden("sdar")  # or several families
     def test_logits(golden: Path): ...
 
 Folders are looked for in $MDLM_JAX_GOLDEN (default: here), so that another set of the same form
@@ -45,11 +45,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Gives a test that takes `golden` each folder of the family its marker names."""
     if "golden" not in metafunc.fixturenames:
         return
-    (family,) = metafunc.definition.get_closest_marker("golden").args
-    folders = golden_dirs(family)
+    families = metafunc.definition.get_closest_marker("golden").args
+    params = [param for family in families for param in _params(family)]
+    metafunc.parametrize("golden", params, scope="module")
+
+
+def _params(family: str) -> list:
+    folders = [pytest.param(path, id=path.name) for path in golden_dirs(family)]
     absent = pytest.mark.skip(reason=f"no golden folder of the family {family} in {golden_root()}")
-    params = folders or [pytest.param(None, marks=absent)]
-    metafunc.parametrize("golden", params, ids=[path.name for path in folders] or [family])
+    return folders or [pytest.param(None, id=family, marks=absent)]
 
 
 @pytest.fixture
