@@ -19,7 +19,7 @@ def get_config() -> ConfigDict:
     collect.train_episodes = 4000  # played on the train fold with mixed actions
     collect.dev_episodes = 100
     collect.test_episodes = 150
-    collect.expert_episodes = 60  # gold episodes of the train fold, for the policy's warm start
+    collect.expert_episodes = 150  # gold episodes of the train fold, for the policy's warm start
     collect.gold = 0.3  # chance that an action follows the gold path
     collect.valid = 0.35  # chance that it is a random valid action; the rest are invalid ones
 
@@ -51,7 +51,7 @@ def get_config() -> ConfigDict:
     policy.model = model(width=128, layers=4, heads=2, mlp=384)
 
     sft = config.sft = ConfigDict()
-    for what, steps, rows in (("world", 1000, 3), ("policy", 400, 4)):
+    for what, steps, rows in (("world", 800, 3), ("policy", 300, 4)):
         part = sft[what] = ConfigDict()
         part.steps = steps  # updates
         part.rows = rows  # packed rows per update
@@ -75,7 +75,7 @@ def get_config() -> ConfigDict:
     rollout.turns = 6  # at most; <= env.turns
 
     grpo = config.grpo = ConfigDict()
-    grpo.steps = 40  # rollouts, each followed by one update
+    grpo.steps = 30  # rollouts, each followed by one update
     grpo.learning_rate = 3e-4
     grpo.clip_norm = 1.0
     grpo.loss_type = "dapo"  # a key of rl.loss.LOSS_TYPES (TRL's names)
@@ -91,7 +91,7 @@ def get_config() -> ConfigDict:
 
     evaluate = config.evaluate = ConfigDict()
     evaluate.rows = 64  # generated together
-    evaluate.world_samples = 400  # (state, action) pairs of the test fold
+    evaluate.world_samples = 300  # (state, action) pairs of the test fold
     evaluate.games = 100  # real test-fold games for the agent
     evaluate.temperature = 0.0  # of the agent; 0 = greedy
     evaluate.bootstrap = 2000  # resamples of the intervals
