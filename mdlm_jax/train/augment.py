@@ -1,10 +1,11 @@
 """Renaming: the same episode told with other content words, so that a model learns to look them up.
 
 A text world has few names, and a small model would rather learn them by heart than learn to copy;
-then it fails at every name it has not met. With renaming, the content tokens of an episode trade
+then it fails at every name it has not met. With renaming, some of an episode's content tokens trade
 places by a random permutation, the same one for all that is said in the episode. What happened
 stays true (the thing that was taken is the thing in the inventory), but only reading the episode
-tells its names.
+tells its names. Few tokens move in one episode and most of them in another: unknown names are made
+of known words, too ("dirty black pullover"), and what usually stands together must not be trusted.
 """
 
 from collections.abc import Iterable, Sequence
@@ -34,11 +35,22 @@ def content_tokens(
 
 
 def permutations(key: jax.Array, shape: tuple[int, ...], content_V: np.ndarray) -> jax.Array:
-    """Random permutations of the vocabulary that move content tokens only, i32[*shape, V]."""
+    """Random permutations of the vocabulary that move content tokens only, i32[*shape, V].
+
+    In each, a content token takes part with a chance of its own, drawn from U(0, 1); those that do
+    trade places among themselves.
+    """
     content = jnp.asarray(np.flatnonzero(content_V), jnp.int32)  # i32[n]
-    lottery = jax.random.uniform(key, (*shape, len(content)))
+    share_key, part_key, lottery_key = jax.random.split(key, 3)
+    share = jax.random.uniform(share_key, (*shape, 1))
+    moves = jax.random.uniform(part_key, (*shape, len(content))) < share
+    lottery = jax.random.uniform(lottery_key, moves.shape)
+    # Both orders list the movers first, and those that stay behind them in the same order.
+    place = jnp.arange(len(content), dtype=jnp.float32)
+    before = content[jnp.argsort(jnp.where(moves, place, len(content) + place), axis=-1)]
+    after = content[jnp.argsort(jnp.where(moves, lottery, len(content) + place), axis=-1)]
     same = jnp.broadcast_to(jnp.arange(len(content_V)), (*shape, len(content_V)))
-    return same.at[..., content].set(content[jnp.argsort(lottery, axis=-1)])
+    return jnp.put_along_axis(same, before, after, axis=-1, inplace=False)
 
 
 def rename_tasks(key: jax.Array, tasks: Tasks, *, content_V: np.ndarray, share: float) -> Tasks:
