@@ -23,7 +23,7 @@ from mdlm_jax.structs import Cache, CacheShape, Context, Message
 
 def empty(rows: int, size: int, shape: CacheShape, dtype: jnp.dtype) -> Context:
     """An unread context of `size` places."""
-    shape_NBCJK = (shape.layers, rows, size, shape.heads, shape.width)
+    shape_NBJCK = (shape.layers, rows, shape.heads, size, shape.width)
     conv = None
     if shape.conv_layers:
         conv = jnp.zeros((shape.conv_layers, rows, shape.conv_taps, shape.conv_width), dtype)
@@ -32,7 +32,7 @@ def empty(rows: int, size: int, shape: CacheShape, dtype: jnp.dtype) -> Context:
         tokens=jnp.zeros((rows, size), jnp.int32),
         length=jnp.zeros((rows,), jnp.int32),
         cached=jnp.zeros((rows,), jnp.int32),
-        cache=Cache(jnp.zeros(shape_NBCJK, dtype), jnp.zeros(shape_NBCJK, dtype), conv),
+        cache=Cache(jnp.zeros(shape_NBJCK, dtype), jnp.zeros(shape_NBJCK, dtype), conv),
     )
 
 
@@ -58,14 +58,13 @@ def write(cache: Cache, fresh: Cache, positions_BW: jax.Array, keep_BW: jax.Arra
     With convolutions, the window must begin at the first place that is not cached, and the kept
     places must be its first ones.
     """
-    size = cache.key.shape[2]
+    size = cache.key.shape[3]
     places_BW = jnp.where(keep_BW, positions_BW, size)
     rows_B1 = jnp.arange(places_BW.shape[0])[:, None]
 
-    def scatter(old_NBCJK, new_NBWJK):
-        return old_NBCJK.at[:, rows_B1, places_BW].set(
-            new_NBWJK.astype(old_NBCJK.dtype), mode="drop"
-        )
+    def scatter(old_NBJCK, new_NBJWK):
+        new_BWNJK = new_NBJWK.transpose(1, 3, 0, 2, 4).astype(old_NBJCK.dtype)
+        return old_NBJCK.at[:, rows_B1, :, places_BW].set(new_BWNJK, mode="drop")
 
     conv = None if cache.conv is None else _advance(cache.conv, fresh.conv, keep_BW.sum(1))
     return Cache(scatter(cache.key, fresh.key), scatter(cache.value, fresh.value), conv)
@@ -113,20 +112,31 @@ def read(
     *,
     pending: int,
     settled: Callable,
+    chunk: int | None = None,
 ) -> Context:
     """Appends a message and caches what is settled.
 
     `pending` is the most tokens that may wait uncached before the message; `settled(length_B)` says
     how many leading tokens may be cached at that length (whole blocks, or all but the last).
+    Messages that may be wider than `chunk`, a multiple of the block length, are read in pieces of
+    it until every row has read its own, so that short ones cost little.
     """
-    before_B = context.cached
     context = append(context, message)
-    tokens_BW, positions_BW = window(context, before_B, pending + message.tokens.shape[1])
-    live_BW = positions_BW < context.length[:, None]
-    _, fresh = step_fn(params, tokens_BW, positions_BW, live_BW, context.cache, before_B)
-    after_B = jnp.where(message.length > 0, settled(context.length), before_B)
-    cache = write(context.cache, fresh, positions_BW, positions_BW < after_B[:, None])
-    return context.replace(cache=cache, cached=after_B)
+    goal_B = jnp.where(message.length > 0, settled(context.length), context.cached)
+    width = pending + message.tokens.shape[1]
+
+    def piece(context: Context, width: int) -> Context:
+        tokens_BW, positions_BW = window(context, context.cached, width)
+        live_BW = positions_BW < context.length[:, None]
+        _, fresh = step_fn(params, tokens_BW, positions_BW, live_BW, context.cache, context.cached)
+        after_B = jnp.minimum(goal_B, context.cached + width)
+        cache = write(context.cache, fresh, positions_BW, positions_BW < after_B[:, None])
+        return context.replace(cache=cache, cached=after_B)
+
+    if chunk is None or width <= chunk:
+        return piece(context, width)
+    unread = lambda c: (c.cached < goal_B).any()  # noqa: E731
+    return jax.lax.while_loop(unread, partial(piece, width=chunk), context)
 
 
 def begin(read_fn: Callable, prompts: Message, context: Context, *, group: int) -> Context:
@@ -139,8 +149,8 @@ def begin(read_fn: Callable, prompts: Message, context: Context, *, group: int) 
     small = read_fn(empty(rows, width, _shape(cache), cache.key.dtype), prompts)
     copies = partial(jnp.repeat, repeats=group)
 
-    def paste(old_NBCJK, small_NPWJK):
-        return old_NBCJK.at[:, :, :width].set(copies(small_NPWJK, axis=1))
+    def paste(old_NBJCK, small_NPJWK):
+        return old_NBJCK.at[:, :, :, :width].set(copies(small_NPJWK, axis=1))
 
     read = small.cache
     return Context(
@@ -156,7 +166,7 @@ def begin(read_fn: Callable, prompts: Message, context: Context, *, group: int) 
 
 
 def _shape(cache: Cache) -> CacheShape:
-    layers, _, _, heads, width = cache.key.shape
+    layers, _, heads, _, width = cache.key.shape
     if cache.conv is None:
         return CacheShape(layers, heads, width)
     conv_layers, _, taps, conv_width = cache.conv.shape

@@ -44,8 +44,8 @@ class Cache:
     """Keys and values of the tokens read so far, one place per position, and what short
     convolutions need of the last ones. In a model's fresh cache the window W stands for C."""
 
-    key: jax.Array  # f[N, B, C, J, K]
-    value: jax.Array  # f[N, B, C, J, K]
+    key: jax.Array  # f[N, B, J, C, K]  a head's keys lie together, as its products want them
+    value: jax.Array  # f[N, B, J, C, K]
     conv: jax.Array | None = None  # f[conv layers, B, taps, D]  inputs of the last cached tokens
 
 

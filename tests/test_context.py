@@ -42,11 +42,11 @@ def test_put_and_write_drop_what_is_not_kept_or_lies_outside():
     values = jnp.array([[7, 8, 9], [4, 5, 6]])
     put = ctx.put(jnp.zeros((2, 5), jnp.int32), values, positions, keep)
     np.testing.assert_array_equal(put, [[0, 0, 0, 7, 8], [0, 5, 0, 0, 0]])
-    old = jnp.zeros((4, 2, 5, 1, 1))
-    fresh = jnp.broadcast_to(values[None, :, :, None, None], (4, 2, 3, 1, 1)).astype(jnp.float32)
+    old = jnp.zeros((4, 2, 1, 5, 1))
+    fresh = jnp.broadcast_to(values[None, :, None, :, None], (4, 2, 1, 3, 1)).astype(jnp.float32)
     new = ctx.write(Cache(old, old), Cache(fresh, -fresh), positions, keep)
-    np.testing.assert_array_equal(new.key[3, :, :, 0, 0], put)
-    np.testing.assert_array_equal(new.value[0, :, :, 0, 0], -put)
+    np.testing.assert_array_equal(new.key[3, :, 0, :, 0], put)
+    np.testing.assert_array_equal(new.value[0, :, 0, :, 0], -put)
 
 
 @pytest.mark.parametrize("block", [1, 4])
@@ -67,7 +67,7 @@ def test_what_is_settled_is_cached_and_nothing_else(params, block):
     model = TinyModel(block)
     stale = model.memory(2, 16)
     after = model.read(params, stale, message([3, 4, 5, 6, 7], [8, 9, 10], width=6))
-    written = np.asarray((after.cache.key != stale.cache.key).all(axis=(0, 3, 4)))
+    written = np.asarray((after.cache.key != stale.cache.key).all(axis=(0, 2, 4)))
     np.testing.assert_array_equal(written, np.arange(16) < np.asarray(after.cached)[:, None])
 
 
@@ -80,5 +80,5 @@ def test_begin_gives_each_prompt_to_its_group_and_forgets_the_past(params):
     np.testing.assert_array_equal(started.tokens[2, :5], [3, 4, 5, 6, 7])
     np.testing.assert_array_equal(started.tokens[3, :3], [8, 9, 3])
     alone = model.read(params, model.memory(2, 13), prompts)
-    expected = np.repeat(np.asarray(alone.cache.key)[:, :, :4], 3, axis=1)[:, :3]
-    np.testing.assert_allclose(started.cache.key[:, :3, :4], expected, atol=1e-5)
+    expected = np.repeat(np.asarray(alone.cache.key)[:, :, :, :4], 3, axis=1)[:, :3]
+    np.testing.assert_allclose(started.cache.key[:, :3, :, :4], expected, atol=1e-5)

@@ -12,7 +12,7 @@ from fakes import TinyModel, message, sharp_params, texts
 
 from mdlm_jax import context as ctx
 from mdlm_jax.diffusion import denoise
-from mdlm_jax.structs import Cache
+from mdlm_jax.structs import Cache, CacheShape
 
 MASK, PAD = 22, 0
 SIZE = 32  # places of a context
@@ -191,7 +191,8 @@ def scripted(params, tokens_Bb, positions_Bb, live_Bb, cache, cached_B):
     del live_Bb, cache, cached_B
     want = jnp.take_along_axis(params["script"], positions_Bb, axis=1)
     sure = jnp.take_along_axis(params["sure"], positions_Bb, axis=1)
-    empty = jnp.zeros((1, *tokens_Bb.shape, 1, 1))
+    rows, width = tokens_Bb.shape
+    empty = jnp.zeros((1, rows, 1, width, 1))
     return jax.nn.one_hot(want, 12) * sure[..., None], Cache(empty, empty)
 
 
@@ -218,7 +219,7 @@ ROWS = 3  # of every scripted batch, so that one program serves them all
 
 @partial(jax.jit, static_argnums=(0, 1))
 def write_script(plan, size, params, heard):
-    context = ctx.append(ctx.empty(ROWS, size, (1, 1, 1), jnp.float32), heard)
+    context = ctx.append(ctx.empty(ROWS, size, CacheShape(1, 1, 1), jnp.float32), heard)
     context = context.replace(cached=context.length // plan.block * plan.block)
     keys, active = jax.random.split(jax.random.key(0), ROWS), jnp.ones(ROWS, bool)
     said, after = denoise.generate(scripted, params, keys, context, active, plan=plan)

@@ -11,6 +11,7 @@ from fakes import TINY, TinyModel, message, sharp_params
 
 from mdlm_jax import context as ctx
 from mdlm_jax.models import attention, masks, rope, transformer
+from mdlm_jax.structs import Cache
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +45,24 @@ def test_reading_in_pieces_gives_the_logits_of_reading_at_once(params, rows_BL, 
     for row in range(3):
         places = np.asarray(positions[row])[np.asarray(live[row])]
         np.testing.assert_allclose(logits[row][live[row]], expected[row, places], atol=2e-4)
+
+
+@pytest.mark.parametrize(("block", "chunk"), [(1, 3), (4, 4), (4, 8)])
+def test_reading_in_chunks_is_reading_at_once(params, rows_BL, block, chunk):
+    """Rows of 15, 2 and 0 new tokens behind a few that were read before."""
+    model = TinyModel(block)
+    rule = {"pending": max(block - 1, 1), "settled": model.settled}
+    read = partial(ctx.read, model.hidden, **rule)
+    start = model.read(params, model.memory(3, 20), message([5], [6, 7, 8], [9], width=3))
+    new = message(rows_BL[0, :15].tolist(), rows_BL[1, :2].tolist(), [], width=15)
+    whole = jax.jit(read)(params, start, new)
+    parts = jax.jit(partial(read, chunk=chunk))(params, start, new)
+    for name in ("tokens", "length", "cached"):
+        np.testing.assert_array_equal(getattr(parts, name), getattr(whole, name))
+    known = (np.arange(20) < np.asarray(whole.cached)[:, None])[None, :, None, :, None]
+    np.testing.assert_allclose(
+        np.where(known, parts.cache.key, 0), np.where(known, whole.cache.key, 0), atol=1e-5
+    )
 
 
 @jax.jit
@@ -85,27 +104,32 @@ def test_a_row_does_not_depend_on_its_batch_mates(params, rows_BL):
     np.testing.assert_array_equal(first[2], second[0])
 
 
-def attention_case(seed: int, *, rows: int, width: int, sizes: list[int]) -> tuple:
-    """Queries of 6 heads of width 4, and sources of 2 key heads with random sight."""
+def attention_case(seed: int, *, rows: int, width: int, size: int, cached: int) -> tuple:
+    """Queries of 6 heads of width 4, a window and layer 1 of a cache, with 2 key heads each."""
     rng = np.random.default_rng(seed)
-    normal = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
-    sources = [
-        (normal(rows, size, 2, 4), normal(rows, size, 2, 4), rng.random((rows, width, size)) < 0.7)
-        for size in sizes
-    ]
-    return normal(rows, width, 6, 4), sources
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+    sight = lambda size: jnp.asarray(rng.random((rows, width, size)) < 0.7)  # noqa: E731
+    fresh = attention.Source(normal(rows, 2, size, 4), normal(rows, 2, size, 4), sight(size))
+    cache = Cache(normal(3, rows, 2, cached, 4), normal(3, rows, 2, cached, 4))
+    past = attention.Past(cache, jnp.int32(1), sight(cached))
+    return normal(rows, width, 6, 4), fresh, past
 
 
 def test_the_row_by_row_path_equals_the_general_one_in_value_and_gradient():
-    q, sources = attention_case(3, rows=3, width=5, sizes=[7, 5])
+    q, fresh, past = attention_case(3, rows=3, width=5, size=5, cached=7)
+
+    def general(q, fresh, past):
+        return attention._attend_rows(q, [attention._cut(past, slice(None)), fresh])
 
     def total(attend, q, key, value):
-        pieces = [(key, value, sources[0][2]), sources[1]]
-        return (jnp.sin(attend(q, pieces).reshape(3, 5, 24))).sum()
+        mixed = attend(q, fresh._replace(key=key, value=value), past)
+        return jnp.sin(mixed.reshape(3, 5, 24)).sum()
 
-    arguments = (q, *sources[0][:2])
-    both = (attention.attend, attention._attend_rows)
-    graded = [jax.jit(jax.value_and_grad(partial(total, f), (0, 1, 2))) for f in both]
+    graded = [
+        jax.jit(jax.value_and_grad(partial(total, f), (0, 1, 2)))
+        for f in (attention.attend, general)
+    ]
+    arguments = (q, fresh.key, fresh.value)
     (value, grads), (expected, expected_grads) = (f(*arguments) for f in graded)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     for grad, expected_grad in zip(grads, expected_grads, strict=True):
@@ -116,47 +140,42 @@ def test_the_row_by_row_path_equals_the_general_one_in_value_and_gradient():
 def test_keys_that_a_promise_rules_out_change_nothing(monkeypatch, ahead: int):
     """Five ordered places in pieces of two, then two that see everything."""
     monkeypatch.setattr(attention, "PIECE", 2)
-    q, [(key, value, allowed)] = attention_case(5, rows=3, width=7, sizes=[7])
+    q, fresh, _ = attention_case(5, rows=3, width=7, size=7, cached=1)
     near = np.arange(7) <= np.arange(7)[:, None] + ahead
-    allowed = allowed & (near | (np.arange(7) >= 5)[:, None])
-    sources = [(key, value, allowed)]
+    fresh = fresh._replace(allowed=fresh.allowed & (near | (np.arange(7) >= 5)[:, None]))
 
     def total(q, key, value, **promise):
-        return jnp.sin(attention.attend(q, [(key, value, allowed)], **promise)).sum()
+        mixed = attention.attend(q, fresh._replace(key=key, value=value), **promise)
+        return jnp.sin(mixed).sum(), mixed
 
-    whole = jax.jit(jax.value_and_grad(total, (0, 1, 2)))
-    part = jax.jit(jax.value_and_grad(partial(total, prefix=5, ahead=ahead), (0, 1, 2)))
-    (expected, expected_grads), (found, grads) = (f(q, key, value) for f in (whole, part))
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    def graded(**promise):
+        f = jax.value_and_grad(partial(total, **promise), (0, 1, 2), has_aux=True)
+        return jax.jit(f)(q, fresh.key, fresh.value)
+
+    ((_, expected), expected_grads), ((_, mixed), grads) = graded(), graded(prefix=5, ahead=ahead)
+    np.testing.assert_allclose(mixed, expected, atol=1e-5)
     for grad, expected_grad in zip(grads, expected_grads, strict=True):
         np.testing.assert_allclose(grad, expected_grad, atol=1e-5)
-    np.testing.assert_allclose(
-        jax.jit(partial(attention.attend, prefix=5, ahead=ahead))(q, sources),
-        jax.jit(attention.attend)(q, sources),
-        atol=1e-5,
-    )
 
 
-def test_attention_is_softmax_over_all_sources_with_shared_key_heads():
-    q, sources = attention_case(4, rows=2, width=3, sizes=[5, 3])
-    mixed = np.asarray(jax.jit(attention.attend)(q, sources)).reshape(2, 3, 6, 4)
-    key, value, allowed = (
-        np.concatenate(part, axis=i)
-        for part, i in zip(zip(*sources, strict=True), (1, 1, 2), strict=True)
-    )
+def test_attention_is_softmax_over_past_and_window_with_shared_key_heads():
+    q, fresh, past = attention_case(4, rows=2, width=3, size=3, cached=5)
+    mixed = np.asarray(jax.jit(attention.attend)(q, fresh, past)).reshape(2, 3, 6, 4)
+    key = np.concatenate([past.cache.key[1], fresh.key], axis=2)
+    value = np.concatenate([past.cache.value[1], fresh.value], axis=2)
+    allowed = np.concatenate([past.allowed, fresh.allowed], axis=2)
     for row, place, head in np.ndindex(2, 3, 6):
         seen = np.flatnonzero(allowed[row, place])
-        scores = key[row, seen, head // 3] @ np.asarray(q[row, place, head]) / 2
+        scores = key[row, head // 3, seen] @ np.asarray(q[row, place, head]) / 2
         weights = np.exp(scores - scores.max())
-        expected = weights / weights.sum() @ value[row, seen, head // 3]
+        expected = weights / weights.sum() @ value[row, head // 3, seen]
         np.testing.assert_allclose(mixed[row, place, head], expected, atol=1e-5)
 
 
 def test_a_query_that_sees_nothing_is_finite():
-    q, [(key, value, _)] = attention_case(4, rows=2, width=3, sizes=[4])
-    assert np.isfinite(
-        jax.jit(attention.attend)(q, [(key, value, jnp.zeros((2, 3, 4), bool))])
-    ).all()
+    q, fresh, _ = attention_case(4, rows=2, width=3, size=4, cached=1)
+    blind = fresh._replace(allowed=jnp.zeros((2, 3, 4), bool))
+    assert np.isfinite(jax.jit(attention.attend)(q, blind)).all()
 
 
 def test_rotation_keeps_lengths_and_depends_on_the_distance_only():

@@ -32,6 +32,7 @@ class View:
     distance: jax.Array | None = None  # i32[B, W, W]  where there are sliding windows
     cached_distance: jax.Array | None = None  # i32[B, W, C]
     source: tuple[jax.Array, jax.Array] | None = None  # see `conv.sources`
+    cache: Cache | None = None
     prefix: int = struct.field(pytree_node=False, default=0)  # see `masks.Sight`
     ahead: int = struct.field(pytree_node=False, default=0)
 
@@ -40,10 +41,10 @@ def look(
     config: ModelConfig,
     positions_BW: jax.Array,
     sight: masks.Sight,
-    cached_B: jax.Array | None,
-    size: int,
+    cache: Cache | None = None,
+    cached_B: jax.Array | None = None,
 ) -> View:
-    """The view of a window; `size` is the cache's number of places, 0 without a cache."""
+    """The view of a window, over a cache or without one."""
     allowed_BWW = masks.visible(sight, sight)
     turn = rope.angles(
         positions_BW,
@@ -52,11 +53,11 @@ def look(
         theta=config.rope_theta,
         scaling=config.rope_scaling,
     )
-    view = View(turn, allowed_BWW, prefix=sight.prefix, ahead=sight.ahead)
-    places_C = jnp.arange(size)
-    if cached_B is not None:
+    view = View(turn, allowed_BWW, cache=cache, prefix=sight.prefix, ahead=sight.ahead)
+    places_C = jnp.arange(0 if cache is None else cache.key.shape[3])
+    if cache is not None:
         inside_BC = places_C < cached_B[:, None]
-        shape_BWC = (*positions_BW.shape, size)
+        shape_BWC = (*positions_BW.shape, len(places_C))
         view = view.replace(cached_allowed=jnp.broadcast_to(inside_BC[:, None], shape_BWC))
     if "sliding_attention" in config.mixers:
         view = view.replace(
@@ -69,12 +70,12 @@ def look(
     return view
 
 
-def within(view: View, window: jax.Array | None, has_cache: bool) -> View:
+def within(view: View, window: jax.Array | None) -> View:
     """The view of a layer that sees `window` keys only; None = all."""
     if window is None:
         return view
     view = view.replace(allowed=view.allowed & (view.distance < window))
-    if not has_cache:
+    if view.cache is None:
         return view
     return view.replace(cached_allowed=view.cached_allowed & (view.cached_distance < window))
 
@@ -86,16 +87,17 @@ class Layer(nn.Module):
     run: Run
 
     @nn.compact
-    def __call__(self, x_BWD, cached, window, view: View):
-        """`cached` and `window` are the layer's own; `view` is the same for all."""
+    def __call__(self, x_BWD, layer, window, view: View):
+        """`layer` counts those of this layer's kind; `view` is the same for all layers."""
         c = self.config
         norm = partial(RMSNorm, c.rms_norm_eps)
         y_BWD = norm(name="input_layernorm")(x_BWD)
         if self.run.mixer == "conv":
+            cached = None if view.cache is None else view.cache.conv[layer]
             mixed_BWD, fresh = conv.ShortConv(c, name="conv")(y_BWD, view.source, cached)
         else:
-            own = within(view, window, cached is not None)
-            mixed_BWD, fresh = Attention(c, name="self_attn")(y_BWD, own, cached)
+            own = within(view, window)
+            mixed_BWD, fresh = Attention(c, name="self_attn")(y_BWD, own, layer)
         x_BWD = x_BWD + mixed_BWD
         y_BWD = norm(name="post_attention_layernorm")(x_BWD)
         if self.run.feed_forward == "experts":
@@ -109,14 +111,13 @@ class Layers(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, x_BWD, cache: Cache | None, view: View) -> tuple[jax.Array, Cache]:
+    def __call__(self, x_BWD, view: View) -> tuple[jax.Array, Cache]:
         """The last layer's output f[B, W, D] and the fresh cache of all layers."""
         fresh = {"attention": [], "conv": []}
         done = {"attention": 0, "conv": 0}  # layers of each kind so far
         for number, run in enumerate(self.config.runs):
-            first = done[run.mixer]
+            numbers = done[run.mixer] + jnp.arange(run.length)
             done[run.mixer] += run.length
-            cached = _slice(cache, run.mixer, slice(first, done[run.mixer]))
             stack = nn.scan(
                 Layer,
                 variable_axes={"params": 0},
@@ -124,7 +125,7 @@ class Layers(nn.Module):
                 in_axes=(0, 0, nn.broadcast),
                 length=run.length,
             )(self.config, run, name=str(number))
-            x_BWD, kept = stack(x_BWD, cached, self._windows(run), view)
+            x_BWD, kept = stack(x_BWD, numbers, self._windows(run), view)
             fresh[run.mixer].append(kept)
         return x_BWD, _join(fresh)
 
@@ -162,12 +163,11 @@ class Transformer(nn.Module):
     ) -> tuple[jax.Array, Cache]:
         """Hidden states f[B, W, D] after the last norm, and what a cache keeps of the window.
 
-        The fresh cache has W places: keys and values [N, B, W, J, K] of the attention layers, and
+        The fresh cache has W places: keys and values [N, B, J, W, K] of the attention layers, and
         the inputs [N, B, W, D] of the convolutions, if there are any.
         """
-        size = 0 if cache is None else cache.key.shape[2]
-        view = look(self.config, positions_BW, sight, cached_B, size)
-        x_BWD, fresh = self.layers(self.embed_tokens(tokens_BW), cache, view)
+        view = look(self.config, positions_BW, sight, cache, cached_B)
+        x_BWD, fresh = self.layers(self.embed_tokens(tokens_BW), view)
         return self.norm(x_BWD), fresh
 
     def unembed(self, hidden: jax.Array) -> jax.Array:
@@ -181,15 +181,6 @@ class Transformer(nn.Module):
         positions_BW = jnp.broadcast_to(jnp.arange(tokens_BW.shape[1]), tokens_BW.shape)
         sight = masks.clean(jnp.ones(tokens_BW.shape, bool), positions_BW)
         return self.unembed(self(tokens_BW, positions_BW, sight)[0])
-
-
-def _slice(cache: Cache | None, mixer: str, layers: slice):
-    """The cache of some layers of one kind, as `Layer` takes it."""
-    if cache is None:
-        return None
-    if mixer == "conv":
-        return cache.conv[layers]
-    return cache.key[layers], cache.value[layers]
 
 
 def _join(fresh: dict[str, list]) -> Cache:

@@ -22,6 +22,7 @@ from mdlm_jax.tokens.tokenizer import Specials, Tokenizer
 from mdlm_jax.train import checkpoint, mesh
 
 VOCAB_MULTIPLE = 64
+READ_CHUNK = 32  # tokens; most turns are shorter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,16 +203,15 @@ def speaker(
 
     Turns are filled up to whole slots as they are read; prompts come filled from the host.
     """
-    read_rule = {"pending": pending, "settled": settled}
-
-    def read_as_is(params: dict, context: Context, message: Message) -> Context:
-        return ctx.read(model.hidden, params, context, message, **read_rule)
+    read_fn = partial(ctx.read, model.hidden, pending=pending, settled=settled)
+    chunk = max(READ_CHUNK, model.order_length)
 
     def read(params: dict, context: Context, message: Message) -> Context:
-        return read_as_is(params, context, ctx.fill(message, slot=slot, pad_id=pad_id))
+        filled = ctx.fill(message, slot=slot, pad_id=pad_id)
+        return read_fn(params, context, filled, chunk=chunk)
 
     def begin(params: dict, prompts: Message, context: Context, group: int) -> Context:
-        return ctx.begin(partial(read_as_is, params), prompts, context, group=group)
+        return ctx.begin(partial(read_fn, params), prompts, context, group=group)
 
     return Speaker(begin=begin, read=read, write=write)
 

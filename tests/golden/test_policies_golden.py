@@ -43,7 +43,7 @@ def test_hidden_states_layer_by_layer(case: Case):
     config, params = case.config, case.params
     positions = jnp.asarray(straight(tokens))
     sight = masks.clean(jnp.ones(tokens.shape, bool), positions)
-    view = transformer.look(config, positions, sight, None, 0)
+    view = transformer.look(config, positions, sight)
     x = params["embed_tokens"]["embedding"][tokens]
     found = [x]
     for number, run in enumerate(config.runs):
@@ -52,7 +52,7 @@ def test_hidden_states_layer_by_layer(case: Case):
             own = jax.tree.map(lambda p, i=place: p[i], params["layers"][str(number)])
             window = None if windows is None else windows[place]
             layer = transformer.Layer(config, run)
-            x, _ = layer.apply({"params": own}, x, None, window, view)
+            x, _ = layer.apply({"params": own}, x, 0, window, view)
             found.append(x)
     norm = blocks.RMSNorm(config.rms_norm_eps)
     found[-1] = norm.apply({"params": params["norm"]}, found[-1])

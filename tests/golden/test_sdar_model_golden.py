@@ -76,7 +76,7 @@ def test_the_cache_through_a_denoising_pass(case: Case):
             cache = ctx.write(cache, fresh, positions, jnp.ones(positions.shape, bool))
             at += tokens.shape[1]
     for name, kept in (("k", cache.key), ("v", cache.value)):
-        first = kept[0, 0, :at].transpose(1, 0, 2)
+        first = kept[0, 0, :, :at]
         np.testing.assert_allclose(first, case[f"cache_{name}_layer0"], atol=1e-5)
 
 
