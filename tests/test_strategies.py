@@ -67,6 +67,13 @@ def test_what_is_settled_when_too_few_are_sure(fallback, picked):
     np.testing.assert_array_equal(settled, np.asarray(picked, bool))
 
 
+def test_left_most_counts_places_not_masks():
+    """As JetEngine does: place 1 is settled, and uses up one of the two."""
+    masked = jnp.array([[True, False, True, True], [False, True, True, False]])
+    picked = strategies.left_most(SCORE, masked, jnp.array([2, 2]))
+    np.testing.assert_array_equal(picked.astype(int), [[1, 0, 0, 0], [0, 1, 1, 0]])
+
+
 def test_a_threshold_is_strict_unless_it_is_inclusive():
     score = jnp.array([[0.5, 0.75, 0.625, 0.75], [0.75, 0.25, 0.75, 0.75]])
     view, due = view_of(confidence=score), jnp.array([1, 1])

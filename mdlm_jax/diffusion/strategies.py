@@ -132,9 +132,14 @@ def top_k(score_Bb: jax.Array, masked_Bb: jax.Array, k_B: jax.Array) -> jax.Arra
 
 
 def left_most(score_Bb: jax.Array, masked_Bb: jax.Array, k_B: jax.Array) -> jax.Array:
-    """The k left-most masked tokens, bool[B, b]."""
+    """The masked tokens among k places from the first mask on, bool[B, b].
+
+    As in JetEngine, a settled token among them uses up its place: at least one is picked, and fewer
+    than k where masks are apart.
+    """
     del score_Bb
-    return masked_Bb & (jnp.cumsum(masked_Bb, 1) <= k_B[:, None])
+    first_B1 = jnp.argmax(masked_Bb, axis=1)[:, None]
+    return masked_Bb & (jnp.arange(masked_Bb.shape[1]) < first_B1 + k_B[:, None])
 
 
 def best(score_Bb: jax.Array, masked_Bb: jax.Array, k_B: jax.Array) -> jax.Array:
@@ -166,8 +171,8 @@ def low_confidence_dynamic(view: View, masked_Bb, k_B, plan: Plan) -> jax.Array:
 
 def sequential(view: View, masked_Bb, k_B, plan: Plan) -> jax.Array:
     """The k left-most masked tokens."""
-    del plan
-    return left_most(view.confidence, masked_Bb, k_B)
+    del view, plan
+    return masked_Bb & (jnp.cumsum(masked_Bb, 1) <= k_B[:, None])
 
 
 def random(view: View, masked_Bb, k_B, plan: Plan) -> jax.Array:
