@@ -1,4 +1,4 @@
-"""Array operations that several folders share: exact means, token log-probs, length masks."""
+"""Array operations that several files share: exact means, token log-probs, places in a row."""
 
 import jax
 import jax.numpy as jnp
@@ -59,3 +59,16 @@ def entropy(logits: jax.Array) -> jax.Array:
 def length_mask(length_B: jax.Array, width: int) -> jax.Array:
     """True on the first `length` places of each row: i32[B] -> bool[B, W]."""
     return jnp.arange(width) < length_B[:, None]
+
+
+def one_of(tokens_BW: jax.Array, ids: tuple[int | jax.Array, ...]) -> jax.Array:
+    """Whether each token is one of the ids, bool[B, W]. An id is a number, or i32[B]: its row's."""
+    found_BW = jnp.zeros(tokens_BW.shape, bool)
+    for id_ in ids:
+        found_BW |= tokens_BW == jnp.reshape(id_, (-1, 1))
+    return found_BW
+
+
+def behind_first(found_BW: jax.Array) -> jax.Array:
+    """Places behind the first true one of each row, bool[B, W]."""
+    return jnp.cumsum(found_BW, axis=1) - found_BW > 0

@@ -5,8 +5,25 @@ penalty, temperature, top-k, top-p, min-p. A removed token's logit is -inf. Ever
 own key, so what a row says never depends on its batch mates.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
+
+from mdlm_jax import ops
+
+
+@dataclasses.dataclass(frozen=True)
+class Filters:
+    """Which tokens may be drawn. The defaults leave the model's distribution as it is."""
+
+    top_k: int = 0  # the k most likely; 0 = all
+    top_p: float = 1.0  # the smallest set of at least this probability
+    min_p: float = 0.0  # at least this times the probability of the most likely
+    repetition_penalty: float = 1.0  # p > 1 makes what was said before less likely
+
+
+NO_FILTERS = Filters()
 
 
 def sample(
@@ -18,13 +35,13 @@ def sample(
     top_p: float = 1.0,
     min_p: float = 0.0,
 ) -> tuple[jax.Array, jax.Array]:
-    """Draws one token per distribution by the Gumbel-max trick: argmax(logits / T + Gumbel noise).
+    """Draws one token per distribution.
 
     Args:
         keys_B: typed key[B] (`jax.random.key`), one per row, used up by this call.
         logits_BV: f[B, ..., V].
-        temperature: T >= 0, may be traced; 0 takes the most likely token. A constant 0 costs no
-            random numbers: the compiler drops them.
+        temperature: T >= 0, may be traced; 0 takes the most likely token. An array is broadcast
+            against the logits: f32[B, 1, ...] gives each row its own.
         top_k, top_p, min_p: filters, see `filter_logits`; the defaults leave all tokens in.
 
     Returns:
@@ -33,12 +50,26 @@ def sample(
             not counted (T = 1 when the temperature is 0), as a policy loss scores them later.
     """
     scaled_BV = scale(logits_BV, temperature=temperature)  # f32[B, ..., V]
+    kept_BV = filter_logits(scaled_BV, temperature=1.0, top_k=top_k, top_p=top_p, min_p=min_p)
+    ids_B = draw(keys_B, kept_BV, temperature=temperature)
+    return ids_B, ops.token_logprobs(scaled_BV, ids_B)
+
+
+def draw(keys_B: jax.Array, logits_BV: jax.Array, *, temperature: float | jax.Array) -> jax.Array:
+    """Draws from softmax(logits), by the Gumbel-max trick: argmax(logits + Gumbel noise).
+
+    Args:
+        keys_B: typed key[B], one per row, used up by this call.
+        logits_BV: f32[B, ..., V], scaled by the temperature and filtered.
+        temperature: where it is 0 the most likely token is taken. A constant 0 costs no random
+            numbers: the compiler drops them.
+
+    Returns:
+        i32[B, ...].
+    """
     noise_BV = jax.vmap(lambda key: jax.random.gumbel(key, logits_BV.shape[1:]))(keys_B)
     noise_BV = jnp.where(jnp.asarray(temperature) > 0, noise_BV, 0.0)
-    kept_BV = min_p_filter(top_p_filter(top_k_filter(scaled_BV, top_k), top_p), min_p)
-    ids_B = jnp.argmax(kept_BV + noise_BV, axis=-1).astype(jnp.int32)
-    chosen_B = jnp.take_along_axis(scaled_BV, ids_B[..., None], axis=-1)[..., 0]
-    return ids_B, chosen_B - jax.nn.logsumexp(scaled_BV, axis=-1)
+    return jnp.argmax(logits_BV + noise_BV, axis=-1).astype(jnp.int32)
 
 
 def choose(
@@ -49,20 +80,33 @@ def choose(
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
+    forbidden: tuple[int, ...] = (),
+    filtered: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """A candidate for every place of a canvas, and how sure the model is of it.
 
-    Args: as `sample`, with logits f[B, W, V].
+    Args: as `sample`, with logits f[B, W, V], and
+        forbidden: ids that are never drawn, though their probability still counts as the model's
+            doubt.
+        filtered: measure the confidence after the filters instead of before them.
 
     Returns:
         ids: i32[B, W].
-        confidence: f32[B, W], probability of the candidate under softmax(logits / T), unfiltered.
-        logprobs: f32[B, W], its logarithm.
+        confidence: f32[B, W], probability of the candidate under softmax(logits / T) over all
+            tokens, or over those that the filters keep.
+        logprobs: f32[B, W], its log-probability over all tokens.
     """
-    ids_BW, logprobs_BW = sample(
-        keys_B, logits_BWV, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
-    )
-    return ids_BW, jnp.exp(logprobs_BW), logprobs_BW
+    filters = {"temperature": 1.0, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    scaled_BWV = scale(logits_BWV, temperature=temperature)
+    allowed_BWV = filter_logits(forbid(scaled_BWV, forbidden), **filters)
+    ids_BW = draw(keys_B, allowed_BWV, temperature=temperature)
+    logprobs_BW = ops.token_logprobs(scaled_BWV, ids_BW)
+    if not filtered:
+        return ids_BW, jnp.exp(logprobs_BW), logprobs_BW
+    # The candidate's own logit, so that a filter that leaves one token makes it exactly certain.
+    chosen_BW = jnp.take_along_axis(scaled_BWV, ids_BW[..., None], axis=-1)[..., 0]
+    kept_BW = jax.nn.logsumexp(filter_logits(scaled_BWV, **filters), axis=-1)
+    return ids_BW, jnp.exp(chosen_BW - kept_BW), logprobs_BW
 
 
 def filter_logits(
@@ -86,7 +130,9 @@ def scale(logits: jax.Array, *, temperature: float | jax.Array) -> jax.Array:
 
 def forbid(logits: jax.Array, ids: tuple[int, ...] | jax.Array) -> jax.Array:
     """Sets the logits of the given ids to -inf: f[..., V], i32[n] -> f[..., V]."""
-    return logits.at[..., jnp.asarray(ids, jnp.int32)].set(-jnp.inf)
+    # A selection, not a scatter: it fuses with what is around it.
+    forbidden_V = jnp.isin(jnp.arange(logits.shape[-1]), jnp.asarray(ids, jnp.int32))
+    return jnp.where(forbidden_V, -jnp.inf, logits)
 
 
 def repetition_penalty(logits: jax.Array, seen: jax.Array, penalty: float) -> jax.Array:

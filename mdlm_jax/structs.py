@@ -69,16 +69,21 @@ class Message:
 
 @struct.dataclass
 class Generation:
-    """What a model wrote in one turn, up to and including its first stop token, left aligned."""
+    """What a model wrote in one turn, up to and including its first stop token, left aligned.
+
+    Behind `length` everything is 0; only where a plan denoises whole blocks, the rest of the last
+    block stands there, as it was needed to replay the passes.
+    """
 
     tokens: jax.Array  # i32[B, W]
     length: jax.Array  # i32[B]
     sampled: jax.Array  # bool[B, W]  chosen by the model: neither forced nor padding
     logprobs: jax.Array  # f32[B, W]  of each token at the moment it was chosen; 0 where not sampled
-    order: jax.Array  # i32[B, W]  forward pass (1-based) that chose the token; 0 beyond length
+    order: jax.Array  # i32[B, W]  forward pass (1-based) that chose the token; 0 = none did
     stopped: jax.Array  # bool[B]  a stop token was written
     forwards: jax.Array  # i32[B]  forward passes spent choosing tokens
     commits: jax.Array  # i32[B]  further passes that only wrote finished blocks to the cache
+    fed: jax.Array  # i32[B]  tokens that went through the model in all these passes
 
 
 class Speaker(NamedTuple):

@@ -95,6 +95,23 @@ class TinyModel:
         return context.replace(tokens=context.tokens + 5, cache=stale)
 
 
+@dataclasses.dataclass(frozen=True)
+class SlotCausal(TinyModel):
+    """A tiny decoder that is causal by slot, whatever the positions; it caches all it has read."""
+
+    block: int = 1
+
+    def hidden(self, params, tokens_BW, positions_BW, live_BW, cache=None, cached_B=None):
+        """Hidden states and fresh keys and values."""
+        slots_BW = jnp.broadcast_to(jnp.arange(tokens_BW.shape[1]), tokens_BW.shape)
+        module, sight = transformer.Transformer(self.config), masks.clean(live_BW, slots_BW)
+        return module.apply({"params": params}, tokens_BW, positions_BW, sight, cache, cached_B)
+
+    def settled(self, length_B):
+        """All of it: the loop feeds masks, never the last token again."""
+        return length_B
+
+
 def message(*rows: list[int], width: int) -> Message:
     """Ids as a message. Behind its length stand ids that nobody may read."""
     tokens = np.full((len(rows), width), 21, np.int32)
@@ -141,6 +158,7 @@ def _write(context: Context, tokens_BW, length_B, stopped_B, logprobs_BW) -> tup
         stopped=stopped_B & (length_B > 0),
         forwards=ones_B,
         commits=ones_B,
+        fed=ones_B,
     )
     return said, ctx.append(context, Message(tokens_BW, length_B))
 

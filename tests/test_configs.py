@@ -88,7 +88,7 @@ def test_every_relation_is_between_knobs():
 
 
 def test_allowed_words_are_those_of_the_code():
-    from mdlm_jax.diffusion.denoise import STRATEGIES
+    from mdlm_jax.diffusion.strategies import STRATEGIES
     from mdlm_jax.envs.registry import ENVS
     from mdlm_jax.rl.advantage import SCALES
     from mdlm_jax.rl.loss import LOSS_TYPES

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from fakes import TinyModel, message, sharp_params, texts
 
+from mdlm_jax import sampling
 from mdlm_jax.autoregressive import decode, score
 from mdlm_jax.structs import Cache
 
@@ -99,6 +100,35 @@ def test_a_later_message_continues_the_cache(params, context):
     logits = MODEL.logits(params, ids.tokens, ids.length)
     best = [int(logits[row, len(ids) - 1].argmax()) for row, ids in enumerate(rows)]
     assert [text[0] for text in texts(again)] == best
+
+
+def test_a_repetition_penalty_counts_all_that_was_read_and_said(params, context):
+    filters, plain = sampling.Filters(repetition_penalty=1.7), dict(rule(0.0))
+    options = tuple((plain | {"filters": filters}).items())
+    said, _ = write(MODEL.step, options, params, keys_of(3), context, jnp.ones(3, bool))
+    for number, (prompt, text) in enumerate(zip(PROMPTS, texts(said), strict=True)):
+        row = list(prompt)
+        for place, token in enumerate(text[:-1]):
+            ids = message(row, row, row, width=SIZE)
+            logits = MODEL.logits(params, ids.tokens, ids.length)[0, len(row) - 1]
+            seen = jnp.asarray([row])
+            judged = sampling.repetition_penalty(logits[None], seen, 1.7)[0]
+            assert token == int(judged.argmax())
+            logprob = jax.nn.log_softmax(logits)[token]
+            np.testing.assert_allclose(said.logprobs[number, place], logprob, atol=1e-3)
+            row.append(token)
+    plainly, _ = write(MODEL.step, rule(0.0), params, keys_of(3), context, jnp.ones(3, bool))
+    assert texts(said) != texts(plainly)
+
+
+@pytest.mark.parametrize("name", ["top_k", "top_p", "min_p"])
+def test_a_filter_that_leaves_one_token_is_greedy_and_keeps_the_logprobs(params, context, name):
+    tight = {"top_k": 1, "top_p": 1e-6, "min_p": 1.0}[name]
+    options = (*rule(1.0), ("filters", sampling.Filters(**{name: tight})))
+    said, _ = write(MODEL.step, options, params, keys_of(3), context, jnp.ones(3, bool))
+    greedy, _ = write(MODEL.step, rule(0.0), params, keys_of(3), context, jnp.ones(3, bool))
+    assert texts(said) == texts(greedy)
+    np.testing.assert_allclose(said.logprobs, greedy.logprobs, atol=1e-6)
 
 
 def scripted(params, tokens_B1, positions_B1, live_B1, cache, cached_B):

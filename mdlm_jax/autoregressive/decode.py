@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from mdlm_jax import context as ctx
-from mdlm_jax import sampling
+from mdlm_jax import ops, sampling
 from mdlm_jax.structs import Context, Generation
 
 
@@ -32,13 +32,15 @@ def generate(
     temperature: float,
     max_tokens: int,
     stop_ids: tuple[int, ...],
+    filters: sampling.Filters = sampling.NO_FILTERS,
 ) -> tuple[Generation, Context]:
     """Writes at most `max_tokens` behind each active row's context, ending with a stop token.
 
     `step_fn` returns logits f32[B, 1, V] and the fresh keys and values of one token. The last
     token of a context is always pending: it is fed with the first pass. A row that comes to its
     last place and does not stop there by itself gets the first of `stop_ids`, forced (not
-    `sampled`), and ends unstopped.
+    `sampled`), and ends unstopped. Log-probs are those of softmax(logits / temperature), whatever
+    the filters.
     """
     prompt_B = context.length
     limit_B = jnp.minimum(prompt_B + max_tokens, context.tokens.shape[1])
@@ -49,7 +51,7 @@ def generate(
         tokens_B1, positions_B1 = ctx.window(old, old.length - 1, 1)
         logits_B1V, fresh = step_fn(params, tokens_B1, positions_B1, on_B1, old.cache, old.cached)
         next_keys_B = jax.vmap(jax.random.fold_in)(keys_B, old.length)
-        ids_B, logprobs_B = sampling.sample(next_keys_B, logits_B1V[:, 0], temperature=temperature)
+        ids_B, logprobs_B = _choose(next_keys_B, logits_B1V[:, 0], old, temperature, filters)
         stopped_B = jnp.isin(ids_B, stops)
         forced_B = (old.length + 1 >= limit_B) & ~stopped_B
         ids_B = jnp.where(forced_B, stops[0], ids_B)
@@ -80,6 +82,30 @@ def generate(
     return _collect(state, prompt_B, max_tokens), state.context
 
 
+def _choose(
+    keys_B: jax.Array,
+    logits_BV: jax.Array,
+    context: Context,
+    temperature: float,
+    filters: sampling.Filters,
+) -> tuple[jax.Array, jax.Array]:
+    """The next token of each row, i32[B], and its log-prob before penalty and filters, f32[B]."""
+    scaled_BV = sampling.scale(logits_BV, temperature=temperature)
+    if filters.repetition_penalty != 1.0:
+        is_said_BC = ops.length_mask(context.length, context.tokens.shape[1])
+        said_BC = jnp.where(is_said_BC, context.tokens, -1)
+        logits_BV = sampling.repetition_penalty(logits_BV, said_BC, filters.repetition_penalty)
+    kept_BV = sampling.filter_logits(
+        logits_BV,
+        temperature=temperature,
+        top_k=filters.top_k,
+        top_p=filters.top_p,
+        min_p=filters.min_p,
+    )
+    ids_B = sampling.draw(keys_B, kept_BV, temperature=temperature)
+    return ids_B, ops.token_logprobs(scaled_BV, ids_B)
+
+
 def _collect(state: Line, prompt_B: jax.Array, width: int) -> Generation:
     """Cuts what was written out of the buffers."""
     tokens_BW, places_BW = ctx.window(state.context, prompt_B, width)
@@ -98,4 +124,5 @@ def _collect(state: Line, prompt_B: jax.Array, width: int) -> Generation:
         stopped=state.stopped,
         forwards=state.forwards,
         commits=jnp.zeros_like(length_B),
+        fed=state.forwards,
     )
