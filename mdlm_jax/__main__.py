@@ -57,6 +57,12 @@ PROGRAMS = {
         "mdlm_jax.programs.grpo", "improve the policy on rollouts inside the world model"
     ),
     "report": Program("mdlm_jax.programs.report", "write report.html and results.json"),
+    "generate": Program(
+        "mdlm_jax.programs.generate",
+        "let a released policy or world model write",
+        book=rules.GENERATE,
+        config="generate.py",
+    ),
     "convert": Program(
         "mdlm_jax.programs.convert",
         "turn a GGUF file into a checkpoint folder",

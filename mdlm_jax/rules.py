@@ -315,4 +315,36 @@ _CIRCLE_RELATIONS = (
 CIRCLE = Book(_CIRCLE_RULES, _CIRCLE_RELATIONS)  # of configs/base.py
 
 NAME = Rule(lambda x: isinstance(x, str) and x != "", "a path or a name (it is empty)")
+TEXT = Rule(lambda x: isinstance(x, str), "a text")
+FLAG = _one_of(True, False)
+DTYPES = ("float32", "bfloat16", "float16")
+DECODERS = ("auto", "block", "stream", "autoregressive")
+PRESETS = ("canonical", "generate_py", "opencompass", "jetengine", "lmdeploy", "sglang")
+
+GENERATE = Book(  # of configs/generate.py
+    {
+        "model": NAME,
+        "prompt": NAME,
+        "system": TEXT,
+        "chat": FLAG,
+        "dtype": _one_of(*DTYPES),
+        "seed": _integer(0, 2**31 - 1),
+        "decoder": _one_of(*DECODERS),
+        "max_tokens": COUNT,
+        "temperature": NOT_NEGATIVE,
+        "top_k": _integer(0),
+        "top_p": SHARE,
+        "min_p": SHARE,
+        "repetition_penalty": POSITIVE,
+        "trace": TEXT,
+        "block.preset": _one_of(*PRESETS),
+        "block.length": _integer(0),
+        "block.steps": _integer(0),
+        "block.strategy": _one_of(*STRATEGIES),
+        "block.threshold": NOT_NEGATIVE,
+        "stream.window": COUNT,
+        "stream.threshold": NOT_NEGATIVE,
+        "stream.penalty": NOT_NEGATIVE,
+    }
+)
 CONVERT = Book({"source": NAME, "target": NAME})  # of configs/convert.py

@@ -88,12 +88,13 @@ def test_every_relation_is_between_knobs():
 
 
 def test_allowed_words_are_those_of_the_code():
-    from mdlm_jax.diffusion.strategies import STRATEGIES
+    from mdlm_jax.diffusion.strategies import PRESETS, STRATEGIES
     from mdlm_jax.envs.registry import ENVS
     from mdlm_jax.rl.advantage import SCALES
     from mdlm_jax.rl.loss import LOSS_TYPES
 
     assert set(rules.STRATEGIES) == set(STRATEGIES)
+    assert set(rules.PRESETS) == set(PRESETS) - {"wedlm_block"}  # that one is WeDLM's own
     assert set(rules.ENVIRONMENTS) == set(ENVS)
     assert set(rules.SCALE_REWARDS) == set(SCALES)
     assert set(rules.LOSS_TYPES) == set(LOSS_TYPES)

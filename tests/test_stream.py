@@ -248,7 +248,8 @@ def scripted(params, tokens_Bw, positions_Bw, live_Bw, cache, cached_B):
     inside_Bw = jnp.minimum(positions_Bw, params["script"].shape[1] - 1)
     want = jnp.take_along_axis(params["script"], inside_Bw, axis=1)
     sure = jnp.take_along_axis(params["sure"], inside_Bw, axis=1)
-    empty = jnp.zeros((1, *tokens_Bw.shape, 1, 1))
+    rows, width = tokens_Bw.shape
+    empty = jnp.zeros((1, rows, 1, width, 1))
     return jax.nn.one_hot(want, 12) * sure[..., None], Cache(empty, empty)
 
 

@@ -32,10 +32,13 @@ class Model:
     config: ModelConfig
     words: int  # ids of the tokenizer; the model's vocabulary may be padded beyond them
     order_length: int  # block length of the mask; 1 = causal
+    by_slot: bool = False  # causal in the order of the window, wherever its tokens stand (WeDLM)
 
     def hidden(self, params: dict, tokens_BW, positions_BW, live_BW, cache=None, cached_B=None):
         """Hidden states and fresh keys and values of one clean segment per row."""
         order_BW = masks.order(positions_BW, block_length=self.order_length)
+        if self.by_slot:
+            order_BW = jnp.broadcast_to(jnp.arange(tokens_BW.shape[1]), tokens_BW.shape)
         sight = masks.clean(live_BW, order_BW)
         module = transformer.Transformer(self.config)
         return module.apply({"params": params}, tokens_BW, positions_BW, sight, cache, cached_B)

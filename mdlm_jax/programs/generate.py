@@ -86,7 +86,11 @@ def facts_of(checkpoint: hub.Checkpoint, params: dict, tokenizer) -> tuple:
         raise check.UserError(f"{checkpoint.folder}: neither config nor tokenizer names an end")
     pad = tokenizer.pad_token_id
     stop_ids = tuple(sorted(stops))
-    return params, shape, Facts(len(tokenizer), mask_id, stop_ids[0] if pad is None else pad, stop_ids)
+    return (
+        params,
+        shape,
+        Facts(len(tokenizer), mask_id, stop_ids[0] if pad is None else pad, stop_ids),
+    )
 
 
 # ---- ways of writing -----------------------------------------------------------------------------
@@ -130,7 +134,9 @@ def stream_writer(config: ConfigDict, checkpoint: hub.Checkpoint, shape, facts: 
         forbid_mask=True,
     )
     model = build.Model(shape, facts.words, order_length=1, by_slot=True)
-    return Writer(model, 0, lambda n_B: n_B, partial(stream.generate, build.step_fn(model, ()), plan=plan))
+    return Writer(
+        model, 0, lambda n_B: n_B, partial(stream.generate, build.step_fn(model, ()), plan=plan)
+    )
 
 
 def autoregressive_writer(

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny_checkpoints
 from fakes import TinyModel, message
 
 from mdlm_jax import sampling
 from mdlm_jax.diffusion import denoise, strategies
+from mdlm_jax.models import hub
 
 sdar = pytest.mark.golden("sdar")
 
@@ -29,7 +29,9 @@ class Family:
     def __init__(self, folder: Path):
         self.facts = json.loads((folder / "golden.json").read_text())
         self.arrays = dict(np.load(folder / "golden.npz"))
-        self.config, self.params = tiny_checkpoints.load(folder)
+        checkpoint = hub.read(folder)
+        self.config = checkpoint.config
+        self.params = hub.load(checkpoint, dtype=jnp.float32)
         self.batches = collections.defaultdict(list)  # by what a program depends on
         for case in self.facts["cases"]:
             self.batches[form(case)].append(case)

@@ -14,16 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny_checkpoints
 from fakes import SlotCausal, TinyModel, message
 
 from mdlm_jax import ops
 from mdlm_jax.autoregressive import decode
 from mdlm_jax.diffusion import denoise, strategies, stream
+from mdlm_jax.models import hub
 from mdlm_jax.structs import Context
 
 wedlm = pytest.mark.golden("wedlm")
-MASK_ID_OF_NULL = 151665  # what a null in the config means
 
 
 class Family:
@@ -31,9 +30,10 @@ class Family:
 
     def __init__(self, folder: Path):
         self.facts = json.loads((folder / "golden.json").read_text())
-        found = json.loads((folder / "config.json").read_text()).get("mask_token_id")
-        self.mask_id = MASK_ID_OF_NULL if found is None else found
-        self.config, self.params = tiny_checkpoints.load(folder)
+        checkpoint = hub.read(folder)
+        self.mask_id = checkpoint.mask_id
+        self.config = checkpoint.config
+        self.params = hub.load(checkpoint, dtype=jnp.float32)
         self.model = SlotCausal(config=self.config)
 
     def read(self, prompts: list[list[int]], model: TinyModel, *, room: int) -> Context:
