@@ -35,7 +35,7 @@ def get_config() -> ConfigDict:
     world.block_length = 8  # tokens denoised together
     world.slot = 8  # what the world reads is filled up to a multiple of this many tokens
     world.denoising_steps = 8  # at most, per block
-    world.strategy = "low_confidence_dynamic"  # a key of diffusion.denoise.STRATEGIES
+    world.strategy = "low_confidence_dynamic"  # a key of diffusion.strategies.STRATEGIES
     world.threshold = 0.9  # confidence that lets a token be kept at once (dynamic)
     world.temperature = 0.0  # 0 = greedy
     world.max_tokens = 96  # per observation
