@@ -48,12 +48,11 @@ def get_config() -> ConfigDict:
     policy.max_tokens = 16  # per action
     policy.prompt = 128  # tokens of the prompt, at most
     policy.context = 256  # tokens of prompt and turns together
-    policy.model = model(width=192, layers=4, heads=3, mlp=512)
+    policy.model = model(width=128, layers=4, heads=2, mlp=384)
 
     sft = config.sft = ConfigDict()
     for what, steps, rows in (("world", 800, 3), ("policy", 300, 4)):
         part = sft[what] = ConfigDict()
-        part.start = ""  # a trained model of the workdir to start from; "" = random parameters
         part.steps = steps  # updates
         part.rows = rows  # packed rows per update
         part.row_length = 384  # tokens per packed row
@@ -66,8 +65,6 @@ def get_config() -> ConfigDict:
         part.clip_norm = 1.0  # global gradient norm
         part.eval_every = 100  # steps between losses on the dev fold
         part.save_every = 100  # steps between checkpoints
-    # A policy is a language model first: it has read the world's text, as released ones have.
-    sft.policy.start = "world_autoregressive"
     # Lowest masking rate: p = (1 - eps) t + eps. SDAR has 1e-3; here the weights 1/p are calmer.
     sft.mask_eps = 0.2
     sft.rename_below = 0.1  # content words stand in fewer than this share of the episodes

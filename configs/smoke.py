@@ -25,7 +25,7 @@ def get_config() -> ConfigDict:
     config.tokenizer.vocab_size = 1024
     config.world.temperature = 1.0
     config.world.model = base["model"](width=32, layers=2, heads=2, mlp=64)
-    config.policy.model = base["model"](width=32, layers=2, heads=2, mlp=64)
+    config.policy.model = base["model"](width=32, layers=1, heads=2, mlp=64)
     for part in (config.sft.world, config.sft.policy):
         part.steps = 4
         part.rows = 8

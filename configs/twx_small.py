@@ -29,7 +29,7 @@ def get_config() -> ConfigDict:
     config.world.model = base["model"](width=256, layers=5, heads=4, mlp=704)
     config.policy.prompt = 224
     config.policy.context = 512
-    config.policy.model = base["model"](width=256, layers=5, heads=4, mlp=704)
+    config.policy.model = base["model"](width=192, layers=4, heads=3, mlp=512)
     config.sft.world.steps = 7000
     config.sft.world.row_length = 512
     config.sft.world.answer_length = 256

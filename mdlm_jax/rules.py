@@ -107,7 +107,6 @@ _MODEL = {
 }
 
 _SFT = {
-    "start": _one_of("", *(f"world_{kind}" for kind in KINDS)),
     "steps": COUNT,
     "rows": COUNT,
     "row_length": COUNT,
@@ -264,19 +263,6 @@ _CIRCLE_RELATIONS = (
             "the context must hold the prompt and one answer",
         )
         for side in SIDES
-    ),
-    Relation(
-        ("sft.world.start", "world.kind"),
-        lambda start, kind: start != f"world_{kind}",
-        "a world can't start from itself",
-    ),
-    *(
-        Relation(
-            ("sft.policy.start", f"policy.model.{key}", f"world.model.{key}"),
-            lambda start, policy, world: not start or policy == world,
-            "a policy that starts from a world must have its shape",
-        )
-        for key in _MODEL
     ),
     Relation(
         ("rollout.turns", "env.turns"),

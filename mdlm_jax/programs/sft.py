@@ -77,8 +77,9 @@ def train(
         clip_norm=plan.clip_norm,
         weight_decay=plan.weight_decay,
     )
-    params = first_params(init_key, plan, workdir, model, on)
-    first = jax.jit(partial(state.create, optimizer=optimizer))(params)
+    first = jax.jit(partial(state.create, optimizer=optimizer))(
+        build.init_params(init_key, model, on)
+    )
     step_fn = jax.jit(partial(state.update, loss_fn=loss_fn, optimizer=optimizer), donate_argnums=0)
     dev_loss_fn = jax.jit(lambda params, piece: dev_fn(params, piece)[0])
     dev_pieces = [
@@ -94,22 +95,6 @@ def train(
 
     dev_loss = partial(mean_loss, dev_loss_fn, dev_pieces)
     loop(plan, workdir / name_of(config, what), saved, first, update, dev_loss)
-
-
-def first_params(
-    key: jax.Array,
-    plan: ConfigDict,
-    workdir: pathlib.Path,
-    model: build.Model,
-    on: jax.sharding.Mesh,
-) -> dict:
-    """Random parameters, or those of the trained model that `plan.start` names."""
-    if not plan.start:
-        return build.init_params(key, model, on)
-    kind = plan.start.removeprefix("world_")
-    made_by = f"python -m mdlm_jax sft --what=world --config.world.kind={kind}"
-    folder = workdir / plan.start / "params"
-    return build.load_params(folder, model, on, layout="train", made_by=made_by)
 
 
 def loop(
@@ -311,9 +296,4 @@ def fingerprint(config: ConfigDict, workdir: pathlib.Path, what: str) -> dict:
     plan = config.sft[what].to_dict()
     shared = {name: config.sft[name] for name in ("mask_eps", "rename_below")}
     whole = {"seed": config.seed, **shared, "data": data}
-    whole |= {"tokenizer": config.tokenizer.to_dict(), what: side, "sft": plan}
-    if plan["start"]:
-        before = ConfigDict(config.to_dict())
-        before.world.kind = plan["start"].removeprefix("world_")
-        whole["start"] = fingerprint(before, workdir, "world")
-    return whole
+    return whole | {"tokenizer": config.tokenizer.to_dict(), what: side, "sft": plan}
