@@ -69,6 +69,13 @@ PROGRAMS = {
         book=rules.CONVERT,
         config="convert.py",
     ),
+    "bench": Program(
+        "mdlm_jax.programs.bench",
+        "measure what this machine does with released shapes",
+        ("load",),
+        book=rules.BENCH,
+        config="bench.py",
+    ),
 }
 
 

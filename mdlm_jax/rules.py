@@ -334,3 +334,23 @@ GENERATE = Book(  # of configs/generate.py
     }
 )
 CONVERT = Book({"source": NAME, "target": NAME})  # of configs/convert.py
+BENCH = Book(  # of configs/bench.py
+    {
+        "load.repeats": COUNT,
+        "load.dtype": _one_of(*DTYPES),
+        "load.folder": TEXT,
+        "load.layers": COUNT,
+        "load.width": COUNT,
+        "load.heads": COUNT,
+        "load.kv_heads": COUNT,
+        "load.mlp": COUNT,
+        "load.vocab": COUNT,
+    },
+    (
+        Relation(
+            ("load.heads", "load.kv_heads"),
+            _is_multiple,
+            "attention heads must be a multiple of key/value heads",
+        ),
+    ),
+)

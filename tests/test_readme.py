@@ -7,6 +7,8 @@ import subprocess
 from pathlib import Path
 
 from circle import ROOT, SMOKE, Circle, completed, environment
+from test_chat import make
+from test_hub import random_checkpoint
 
 README = (ROOT / "README.md").read_text()
 SCRIPTS = sorted(ROOT.glob("launch/*.sh"))
@@ -26,8 +28,9 @@ def commands(text: str) -> list[list[str]]:
 
 
 def at_toy_size(words: list[str], workdir: Path) -> list[str]:
-    """The same command with the smallest config, in another workdir."""
-    ours = {"--config": str(SMOKE), "--workdir": str(workdir)}
+    """The same command with the smallest config, in another workdir, or with a tiny model."""
+    tiny = str(workdir / "tiny_model")
+    ours = {"--config": str(SMOKE), "--workdir": str(workdir), "--config.model": tiny}
     names = [word.partition("=")[0] for word in words]
     return [f"{n}={ours[n]}" if n in ours else w for n, w in zip(names, words, strict=True)]
 
@@ -54,6 +57,8 @@ def test_every_command_runs(circle: Circle, cache: Path):
     ran = [set(shlex.split(line)) for line in printed]
     found = [at_toy_size(words, circle.workdir) for words in commands(README)]
     assert found
+    random_checkpoint(circle.workdir / "tiny_model", "llama", vocab_size=263)
+    make(circle.workdir / "tiny_model")
     env = environment(1, cache)
     env["PATH"] = f"{circle.workdir.parent / 'venv' / 'bin'}:{env['PATH']}"
     for words in found:

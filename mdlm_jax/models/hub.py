@@ -173,7 +173,7 @@ def _check(checkpoint: Checkpoint, found: dict[str, Tensor], shapes: dict) -> No
     faults, wanted = [], set()
     for path, shape in jax.tree_util.tree_flatten_with_path(shapes)[0]:
         names, layout = _names(path, checkpoint), families.layout(_keys(path))
-        expected = _hub_shape(shape.shape[names.ndim :], layout)
+        expected = hub_shape(shape.shape[names.ndim :], layout)
         for name in names.ravel():
             wanted.add(name)
             faults += _faults(name, found.get(name), expected)
@@ -191,7 +191,8 @@ def _check(checkpoint: Checkpoint, found: dict[str, Tensor], shapes: dict) -> No
         raise ValueError("\n  ".join([head, *faults]))
 
 
-def _hub_shape(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
+def hub_shape(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
+    """The shape on the hub of one place of our parameter."""
     if layout == "taps":
         return shape[1], 1, shape[0]
     return shape[::-1] if layout == "transposed" else shape
