@@ -211,7 +211,7 @@ def loop():
 
 @pytest.fixture(scope="module")
 def params():
-    return sharp_params(38), sharp_params(88)
+    return sharp_params(32), sharp_params(84)
 
 
 @pytest.fixture(scope="module")
