@@ -37,7 +37,7 @@ def test_config_loads_locks_and_passes_check(file: Path):
     config = check.load_config(str(file))
     for key, value in check.leaves(config).items():
         if value == "":  # what a user must give
-            config[key] = "given"
+            config.update_from_flattened_dict({key: "given"})
     check.check(config, OWN.get(file.name, rules.CIRCLE))
     with pytest.raises(AttributeError):
         config.sead = 1
