@@ -68,7 +68,8 @@ def scripted(params, tokens_Bb, positions_Bb, live_Bb, cache, cached_B):
     del live_Bb, cache, cached_B
     want = jnp.take_along_axis(params["script"], positions_Bb, axis=1)
     sure = jnp.take_along_axis(params["sure"], positions_Bb, axis=1)
-    empty = jnp.zeros((1, *tokens_Bb.shape, 1, 1))
+    rows, width = tokens_Bb.shape
+    empty = jnp.zeros((1, rows, 1, width, 1))
     return jax.nn.one_hot(want, 12) * sure[..., None], Cache(empty, empty)
 
 
