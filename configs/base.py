@@ -51,7 +51,7 @@ def get_config() -> ConfigDict:
     policy.model = model(width=128, layers=4, heads=2, mlp=384)
 
     sft = config.sft = ConfigDict()
-    for what, steps, rows in (("world", 800, 3), ("policy", 300, 4)):
+    for what, steps, rows in (("world", 1000, 3), ("policy", 300, 4)):
         part = sft[what] = ConfigDict()
         part.steps = steps  # updates
         part.rows = rows  # packed rows per update
