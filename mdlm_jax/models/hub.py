@@ -142,8 +142,17 @@ def _cut(
     sizes = [len(range(*part.indices(size))) for size, part in zip(shape, index, strict=True)]
     part = np.empty(sizes, dtype)
     for place in np.ndindex(*sizes[: names.ndim]):
-        part[place] = TURN[layout](found[names[place]].read())[inner]
+        tensor = TURN[layout](found[names[place]].read())[inner]
+        if tensor.dtype == part.dtype:
+            # As plain bits: numpy copies bfloat16 value by value.
+            _bits(part)[place] = _bits(tensor)
+        else:
+            part[place] = tensor
     return part
+
+
+def _bits(values: np.ndarray) -> np.ndarray:
+    return values.view(f"u{values.dtype.itemsize}")
 
 
 # The hub's tensor -> one place of our parameter. Linear kernels lie [out, in] on the hub.
