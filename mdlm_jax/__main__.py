@@ -291,14 +291,13 @@ def _checked_workdir(path: str) -> Path:
 
 def _run(command: Command) -> None:
     start = time.monotonic()
-    what = [command.what] if command.what else []
-    if command.workdir is None:
-        importlib.import_module(PROGRAMS[command.program].module).run(command.config, *what)
-        return
-    # jax reads this when it is imported, and programs import jax.
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(command.workdir / ".jax_cache"))
+    if command.workdir is not None:
+        # jax reads this when it is imported, and programs import jax.
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(command.workdir / ".jax_cache"))
     run = importlib.import_module(PROGRAMS[command.program].module).run
-    run(command.config, command.workdir, *what)
+    run(command.config, *filter(None, (command.workdir, command.what)))
+    if command.workdir is None:
+        return
     seconds = time.monotonic() - start
     record = {**command.step._asdict(), "seconds": round(seconds, 3)}
     with open(command.workdir / "wall.jsonl", "a") as file:

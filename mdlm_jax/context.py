@@ -39,8 +39,24 @@ def empty(rows: int, size: int, shape: CacheShape, dtype: jnp.dtype) -> Context:
 def window(context: Context, start_B: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
     """Tokens and positions i32[B, width] from `start_B` on; past the end stands the last token."""
     positions_BW = start_B[:, None] + jnp.arange(width)
-    inside_BW = jnp.minimum(positions_BW, context.tokens.shape[1] - 1)
-    return jnp.take_along_axis(context.tokens, inside_BW, axis=1), positions_BW
+    return at(context.tokens, positions_BW), positions_BW
+
+
+def at(buffer_BC: jax.Array, positions_BW: jax.Array) -> jax.Array:
+    """What stands at each position, [B, W]; outside the buffer, what stands at its nearer end."""
+    inside_BW = jnp.clip(positions_BW, 0, buffer_BC.shape[1] - 1)
+    return jnp.take_along_axis(buffer_BC, inside_BW, axis=1)
+
+
+def limit(
+    prompt_B: jax.Array, size: int, *, max_tokens: int, budget: int | jax.Array | None = None
+) -> jax.Array:
+    """Where an answer behind the prompt ends at the latest, i32[B], in a context of `size` places.
+
+    `budget` is a row's own number of tokens, where that is fewer than `max_tokens`.
+    """
+    most = max_tokens if budget is None else jnp.minimum(budget, max_tokens)
+    return jnp.minimum(prompt_B + most, size)
 
 
 def put(

@@ -81,6 +81,8 @@ def _are_games(value: object) -> bool:
 
 
 COUNT = _integer(1)
+SEED = _integer(0, 2**31 - 1)
+FLAG = _one_of(True, False)
 POSITIVE = _number(lambda x: x > 0, "> 0")
 NOT_NEGATIVE = _number(lambda x: x >= 0, ">= 0")
 SHARE = _number(lambda x: 0 <= x <= 1, "from 0 to 1")
@@ -102,8 +104,8 @@ _MODEL = {
     "intermediate_size": COUNT,
     "rope_theta": POSITIVE,
     "rms_norm_eps": POSITIVE,
-    "tie_word_embeddings": _one_of(True, False),
-    "attention_bias": _one_of(True, False),
+    "tie_word_embeddings": FLAG,
+    "attention_bias": FLAG,
 }
 
 _SFT = {
@@ -127,7 +129,7 @@ def _under(prefix: str, rules: dict[str, Rule]) -> dict[str, Rule]:
 
 
 _CIRCLE_RULES = {
-    "seed": _integer(0, 2**31 - 1),
+    "seed": SEED,
     "env.name": _one_of(*ENVIRONMENTS),
     "env.games": Rule(
         _are_games, """a tuple like '("coin","twc:numLocations=1,includeDoors=0")'"""
@@ -302,7 +304,6 @@ CIRCLE = Book(_CIRCLE_RULES, _CIRCLE_RELATIONS)  # of configs/base.py
 
 NAME = Rule(lambda x: isinstance(x, str) and x != "", "a path or a name (it is empty)")
 TEXT = Rule(lambda x: isinstance(x, str), "a text")
-FLAG = _one_of(True, False)
 DTYPES = ("float32", "bfloat16", "float16")
 DECODERS = ("auto", "block", "stream", "autoregressive")
 PRESETS = ("canonical", "generate_py", "opencompass", "jetengine", "lmdeploy", "sglang")
@@ -314,7 +315,7 @@ GENERATE = Book(  # of configs/generate.py
         "system": TEXT,
         "chat": FLAG,
         "dtype": _one_of(*DTYPES),
-        "seed": _integer(0, 2**31 - 1),
+        "seed": SEED,
         "decoder": _one_of(*DECODERS),
         "max_tokens": COUNT,
         "temperature": NOT_NEGATIVE,

@@ -34,6 +34,8 @@ def sample(
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
+    penalty: float = 1.0,
+    said_BC: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Draws one token per distribution.
 
@@ -43,14 +45,19 @@ def sample(
         temperature: T >= 0, may be traced; 0 takes the most likely token. An array is broadcast
             against the logits: f32[B, 1, ...] gives each row its own.
         top_k, top_p, min_p: filters, see `filter_logits`; the defaults leave all tokens in.
+        penalty, said_BC: see `repetition_penalty`; 1 = none, and then nothing need have been said.
 
     Returns:
         ids: i32[B, ...].
         logprobs: f32[B, ...] of those ids under softmax(logits / T) over *all* tokens, the filters
-            not counted (T = 1 when the temperature is 0), as a policy loss scores them later.
+            and the penalty not counted (T = 1 when the temperature is 0), as a policy loss scores
+            them later.
     """
     scaled_BV = scale(logits_BV, temperature=temperature)  # f32[B, ..., V]
-    kept_BV = filter_logits(scaled_BV, temperature=1.0, top_k=top_k, top_p=top_p, min_p=min_p)
+    if penalty != 1.0:
+        logits_BV = repetition_penalty(logits_BV, said_BC, penalty)
+    filters = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+    kept_BV = filter_logits(logits_BV, temperature=temperature, **filters)
     ids_B = draw(keys_B, kept_BV, temperature=temperature)
     return ids_B, ops.token_logprobs(scaled_BV, ids_B)
 
@@ -86,6 +93,7 @@ def choose(
     """A candidate for every place of a canvas, and how sure the model is of it.
 
     Args: as `sample`, with logits f[B, W, V], and
+        top_k, top_p, min_p: as in `Filters`.
         forbidden: ids that are never drawn, though their probability still counts as the model's
             doubt.
         filtered: measure the confidence after the filters instead of before them.

@@ -11,7 +11,7 @@ import numpy as np
 from mdlm_jax import context as ctx
 from mdlm_jax.models import masks, transformer
 from mdlm_jax.models.config import ModelConfig
-from mdlm_jax.structs import CacheShape, Context, Generation, Message, Speaker
+from mdlm_jax.structs import Cache, CacheShape, Context, Generation, Message, Speaker
 
 # All sizes differ, so that a mixed-up axis can't pass. Three query heads share a key head.
 TINY = ModelConfig(
@@ -125,6 +125,29 @@ def texts(generation: Generation) -> list[list[int]]:
     lengths = np.asarray(generation.length)
     tokens = np.asarray(generation.tokens)
     return [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)]
+
+
+# ---- a scripted model: what it wants to say, and how sure it is, place by place ------------------
+
+
+def scripted(params, tokens_BW, positions_BW, live_BW, cache, cached_B):
+    """Logits that favour `script[row, position]` by `sure[row, position]`. Needs no cache."""
+    del live_BW, cache, cached_B
+    want_BW = ctx.at(params["script"], positions_BW)
+    sure_BW = ctx.at(params["sure"], positions_BW)
+    rows, width = tokens_BW.shape
+    empty = jnp.zeros((1, rows, 1, width, 1))
+    return jax.nn.one_hot(want_BW, 12) * sure_BW[..., None], Cache(empty, empty)
+
+
+def script_of(
+    scripts: list[list[int]], prompts: list[list[int]], *, rows: int | None = None
+) -> np.ndarray:
+    """Each row's words behind its prompt, 7 everywhere else: i32[rows, 32]."""
+    script = np.full((rows or len(scripts), 32), 7, np.int32)
+    for row, (words, prompt) in enumerate(zip(scripts, prompts, strict=True)):
+        script[row, len(prompt) : len(prompt) + len(words)] = words
+    return script
 
 
 # ---- a dialogue by rule: the policy says one word, the world repeats it and judges it ------------

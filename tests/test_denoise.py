@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fakes import TinyModel, message, sharp_params, texts
+from fakes import TinyModel, message, script_of, scripted, sharp_params, texts
 
 from mdlm_jax import context as ctx
 from mdlm_jax.diffusion import denoise
-from mdlm_jax.structs import Cache, CacheShape
+from mdlm_jax.structs import CacheShape
 
 MASK, PAD = 22, 0
 SIZE = 32  # places of a context
@@ -188,25 +188,13 @@ def test_at_temperature_1_a_row_depends_on_its_own_key_only(params):
 # ---- a scripted model: what it wants to say, and how sure it is, place by place ------------------
 
 
-def scripted(params, tokens_Bb, positions_Bb, live_Bb, cache, cached_B):
-    """Logits that favour `script[row, position]` by `sure[row, position]`. Needs no cache."""
-    del live_Bb, cache, cached_B
-    want = jnp.take_along_axis(params["script"], positions_Bb, axis=1)
-    sure = jnp.take_along_axis(params["sure"], positions_Bb, axis=1)
-    rows, width = tokens_Bb.shape
-    empty = jnp.zeros((1, rows, 1, width, 1))
-    return jax.nn.one_hot(want, 12) * sure[..., None], Cache(empty, empty)
-
-
 SCRIPT_PLAN = dataclasses.replace(PLAN, mask_id=11, max_tokens=8, steps=4, threshold=0.9)
 
 
 def play(scripts: list[list[int]], prompts: list[list[int]], plan=SCRIPT_PLAN, sure=None, size=16):
     """What scripted rows write, and the context after it."""
     rows = len(scripts)
-    script = np.full((ROWS, 32), 7, np.int32)
-    for row, (said, prompt) in enumerate(zip(scripts, prompts, strict=True)):
-        script[row, len(prompt) : len(prompt) + len(said)] = said
+    script = script_of(scripts, prompts, rows=ROWS)
     certain = np.full((ROWS, 32), 20.0, np.float32)
     if sure is not None:
         certain[:rows] = sure

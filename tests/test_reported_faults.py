@@ -10,11 +10,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fakes import SlotCausal, TinyModel, message, rule_memory, sharp_params, texts
+from fakes import (
+    SlotCausal,
+    TinyModel,
+    message,
+    rule_memory,
+    script_of,
+    scripted,
+    sharp_params,
+    texts,
+)
 
 from mdlm_jax import context as ctx
 from mdlm_jax.diffusion import denoise, strategies
-from mdlm_jax.structs import Cache
 from mdlm_jax.train import mesh
 
 MASK, PAD, SIZE = 22, 0, 48
@@ -63,26 +71,13 @@ def answer(params, plan, prompts=PROMPTS, model=None, keys=None) -> tuple:
 # ---- a scripted model: what it wants to say, and how sure it is, place by place ------------------
 
 
-def scripted(params, tokens_Bb, positions_Bb, live_Bb, cache, cached_B):
-    """Logits that favour `script[row, position]` by `sure[row, position]`. Needs no cache."""
-    del live_Bb, cache, cached_B
-    want = jnp.take_along_axis(params["script"], positions_Bb, axis=1)
-    sure = jnp.take_along_axis(params["sure"], positions_Bb, axis=1)
-    rows, width = tokens_Bb.shape
-    empty = jnp.zeros((1, rows, 1, width, 1))
-    return jax.nn.one_hot(want, 12) * sure[..., None], Cache(empty, empty)
-
-
 def play(scripts, prompts, plan, sure=None):
     """What scripted rows write, and their contexts' tokens and lengths."""
     rows = len(scripts)
-    script = np.full((rows, 32), 7, np.int32)
-    for row, (words, prompt) in enumerate(zip(scripts, prompts, strict=True)):
-        script[row, len(prompt) : len(prompt) + len(words)] = words
     certain = np.full((rows, 32), 20.0, np.float32) if sure is None else sure
     context = ctx.append(rule_memory(rows, 24), message(*prompts, width=10))
     cached = context.length if plan.causal else context.length // plan.block * plan.block
-    params = {"script": jnp.asarray(script), "sure": jnp.asarray(certain)}
+    params = {"script": jnp.asarray(script_of(scripts, prompts)), "sure": jnp.asarray(certain)}
     context = context.replace(cached=cached)
     said, after = write(scripted, params, keys_of(rows), context, jnp.ones(rows, bool), plan)
     return said, np.asarray(after.tokens), np.asarray(after.length)

@@ -6,12 +6,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fakes import SlotCausal, TinyModel, message, rule_memory, sharp_params, texts
+from fakes import (
+    SlotCausal,
+    TinyModel,
+    message,
+    rule_memory,
+    script_of,
+    scripted,
+    sharp_params,
+    texts,
+)
 
 from mdlm_jax import context as ctx
 from mdlm_jax.autoregressive import decode
 from mdlm_jax.diffusion import stream
-from mdlm_jax.structs import Cache
 from mdlm_jax.train import mesh
 
 MASK, SIZE = 22, 40
@@ -242,27 +250,13 @@ def test_the_cache_is_an_autoregressive_one(params):
 # ---- a scripted model: what it wants to say, and how sure it is, place by place ------------------
 
 
-def scripted(params, tokens_Bw, positions_Bw, live_Bw, cache, cached_B):
-    """Logits that favour `script[row, position]` by `sure[row, position]`. Needs no cache."""
-    del live_Bw, cache, cached_B
-    inside_Bw = jnp.minimum(positions_Bw, params["script"].shape[1] - 1)
-    want = jnp.take_along_axis(params["script"], inside_Bw, axis=1)
-    sure = jnp.take_along_axis(params["sure"], inside_Bw, axis=1)
-    rows, width = tokens_Bw.shape
-    empty = jnp.zeros((1, rows, 1, width, 1))
-    return jax.nn.one_hot(want, 12) * sure[..., None], Cache(empty, empty)
-
-
 def play(scripts, prompts, plan, sure=None):
     """What scripted rows write, and the tokens of their contexts."""
     rows = len(scripts)
-    script = np.full((rows, 32), 7, np.int32)
-    for row, (words, prompt) in enumerate(zip(scripts, prompts, strict=True)):
-        script[row, len(prompt) : len(prompt) + len(words)] = words
     certain = np.full((rows, 32), 20.0, np.float32) if sure is None else sure
     context = ctx.append(rule_memory(rows, 32), message(*prompts, width=9))
     context = context.replace(cached=context.length)
-    params = {"script": jnp.asarray(script), "sure": jnp.asarray(certain)}
+    params = {"script": jnp.asarray(script_of(scripts, prompts)), "sure": jnp.asarray(certain)}
     said, after = write(scripted, params, keys_of(rows), context, jnp.ones(rows, bool), plan)
     return said, np.asarray(after.tokens)
 

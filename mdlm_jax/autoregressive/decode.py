@@ -43,7 +43,7 @@ def generate(
     the filters.
     """
     prompt_B = context.length
-    limit_B = jnp.minimum(prompt_B + max_tokens, context.tokens.shape[1])
+    limit_B = ctx.limit(prompt_B, context.tokens.shape[1], max_tokens=max_tokens)
     stops = jnp.asarray(stop_ids, jnp.int32)
 
     def one_token(state: Line) -> Line:
@@ -51,7 +51,17 @@ def generate(
         tokens_B1, positions_B1 = ctx.window(old, old.length - 1, 1)
         logits_B1V, fresh = step_fn(params, tokens_B1, positions_B1, on_B1, old.cache, old.cached)
         next_keys_B = jax.vmap(jax.random.fold_in)(keys_B, old.length)
-        ids_B, logprobs_B = _choose(next_keys_B, logits_B1V[:, 0], old, temperature, filters)
+        is_said_BC = ops.length_mask(old.length, old.tokens.shape[1])
+        ids_B, logprobs_B = sampling.sample(
+            next_keys_B,
+            logits_B1V[:, 0],
+            temperature=temperature,
+            top_k=filters.top_k,
+            top_p=filters.top_p,
+            min_p=filters.min_p,
+            penalty=filters.repetition_penalty,
+            said_BC=jnp.where(is_said_BC, old.tokens, -1),
+        )
         stopped_B = jnp.isin(ids_B, stops)
         forced_B = (old.length + 1 >= limit_B) & ~stopped_B
         ids_B = jnp.where(forced_B, stops[0], ids_B)
@@ -82,30 +92,6 @@ def generate(
     return _collect(state, prompt_B, max_tokens), state.context
 
 
-def _choose(
-    keys_B: jax.Array,
-    logits_BV: jax.Array,
-    context: Context,
-    temperature: float,
-    filters: sampling.Filters,
-) -> tuple[jax.Array, jax.Array]:
-    """The next token of each row, i32[B], and its log-prob before penalty and filters, f32[B]."""
-    scaled_BV = sampling.scale(logits_BV, temperature=temperature)
-    if filters.repetition_penalty != 1.0:
-        is_said_BC = ops.length_mask(context.length, context.tokens.shape[1])
-        said_BC = jnp.where(is_said_BC, context.tokens, -1)
-        logits_BV = sampling.repetition_penalty(logits_BV, said_BC, filters.repetition_penalty)
-    kept_BV = sampling.filter_logits(
-        logits_BV,
-        temperature=temperature,
-        top_k=filters.top_k,
-        top_p=filters.top_p,
-        min_p=filters.min_p,
-    )
-    ids_B = sampling.draw(keys_B, kept_BV, temperature=temperature)
-    return ids_B, ops.token_logprobs(scaled_BV, ids_B)
-
-
 def _collect(state: Line, prompt_B: jax.Array, width: int) -> Generation:
     """Cuts what was written out of the buffers."""
     tokens_BW, places_BW = ctx.window(state.context, prompt_B, width)
@@ -113,13 +99,11 @@ def _collect(state: Line, prompt_B: jax.Array, width: int) -> Generation:
     written_BW = jnp.arange(width) < length_B[:, None]
     forced_BW = (jnp.arange(width) == length_B[:, None] - 1) & ~state.stopped[:, None]
     sampled_BW = written_BW & ~forced_BW
-    inside_BW = jnp.minimum(places_BW, state.logprobs.shape[1] - 1)
-    logprobs_BW = jnp.take_along_axis(state.logprobs, inside_BW, axis=1)
     return Generation(
         tokens=jnp.where(written_BW, tokens_BW, 0),
         length=length_B,
         sampled=sampled_BW,
-        logprobs=jnp.where(sampled_BW, logprobs_BW, 0.0),
+        logprobs=jnp.where(sampled_BW, ctx.at(state.logprobs, places_BW), 0.0),
         order=jnp.where(written_BW, 1 + jnp.arange(width), 0),
         stopped=state.stopped,
         forwards=state.forwards,

@@ -79,10 +79,9 @@ def generate(
 def start(context: Context, active_B: jax.Array, plan: Plan) -> Canvas:
     """The loop's first state: the block that holds the end of the prompt, its rest masked."""
     prompt_B, size, b = context.length, context.tokens.shape[1], plan.block
-    budget = plan.max_tokens if plan.budget is None else jnp.minimum(plan.budget, plan.max_tokens)
     first_B = prompt_B if plan.causal else prompt_B // b * b
     size = size if plan.causal else size // b * b
-    limit_B = jnp.minimum(prompt_B + budget, size)
+    limit_B = ctx.limit(prompt_B, size, max_tokens=plan.max_tokens, budget=plan.budget)
     whole_B = jnp.minimum(first_B - (first_B - limit_B) // b * b, size)  # the last block's end
     zeros_B = jnp.zeros_like(prompt_B)
     state = Canvas(
@@ -194,14 +193,12 @@ def collect(state: Canvas, active_B: jax.Array, plan: Plan) -> Generation:
     stop_BW = reached_BW & _stops(state, tokens_BW, places_BW, plan)
     answer_BW = reached_BW & (places_BW < state.limit[:, None]) & ~ops.behind_first(stop_BW)
     shown_BW = reached_BW if plan.whole_blocks else answer_BW
-    inside_BW = jnp.minimum(places_BW, state.order.shape[1] - 1)
-    cut = partial(jnp.take_along_axis, indices=inside_BW, axis=1)
     return Generation(
         tokens=jnp.where(shown_BW, tokens_BW, 0),
         length=answer_BW.sum(1),
         sampled=shown_BW,
-        logprobs=jnp.where(shown_BW, cut(state.logprobs), 0.0),
-        order=jnp.where(shown_BW, cut(state.order), 0),
+        logprobs=jnp.where(shown_BW, ctx.at(state.logprobs, places_BW), 0.0),
+        order=jnp.where(shown_BW, ctx.at(state.order, places_BW), 0),
         stopped=state.stopped,
         forwards=state.forwards,
         commits=state.commits,

@@ -110,8 +110,7 @@ def generate(
 def start(context: Context, active_B: jax.Array, plan: Plan) -> Stream:
     """The loop's first state: nothing is filled."""
     prompt_B, size = context.length, context.tokens.shape[1]
-    budget = plan.max_tokens if plan.budget is None else jnp.minimum(plan.budget, plan.max_tokens)
-    limit_B = jnp.minimum(prompt_B + budget, size)
+    limit_B = ctx.limit(prompt_B, size, max_tokens=plan.max_tokens, budget=plan.budget)
     zeros_B = jnp.zeros_like(prompt_B)
     return Stream(
         context=context,
@@ -135,8 +134,7 @@ def lay(state: Stream, plan: Plan) -> Slots:
     begin_B, size = state.context.length, state.order.shape[1]
     tokens_Bw, places_Bw = ctx.window(state.context, begin_B, 2 * plan.window)
     inside_Bw = places_Bw < size
-    order_Bw = jnp.take_along_axis(state.order, jnp.minimum(places_Bw, size - 1), axis=1)
-    filled_Bw = inside_Bw & (order_Bw > 0)
+    filled_Bw = inside_Bw & (ctx.at(state.order, places_Bw) > 0)
     leading_B = jnp.cumprod(filled_Bw, axis=1).sum(1)
     live_Bw = inside_Bw & (places_Bw < (begin_B + plan.window + leading_B)[:, None])
     live_Bw &= state.active[:, None]
@@ -185,8 +183,7 @@ def completes(
     found_BW = jnp.ones(positions_BW.shape, bool)
     for back, id_ in enumerate(reversed(sequence)):
         places_BW = positions_BW - back
-        inside_BW = jnp.clip(places_BW, 0, tokens_BC.shape[1] - 1)
-        there_BW = jnp.take_along_axis(tokens_BC, inside_BW, axis=1)
+        there_BW = ctx.at(tokens_BC, places_BW)
         found_BW &= (places_BW >= 0) & (there_BW == jnp.reshape(id_, (-1, 1)))
     return found_BW
 
@@ -247,14 +244,12 @@ def collect(state: Stream, plan: Plan) -> Generation:
     tokens_BW, places_BW = ctx.window(state.context, state.prompt, plan.max_tokens)
     length_B = state.context.length - state.prompt
     written_BW = ops.length_mask(length_B, plan.max_tokens)
-    inside_BW = jnp.minimum(places_BW, state.order.shape[1] - 1)
-    cut = partial(jnp.take_along_axis, indices=inside_BW, axis=1)
     return Generation(
         tokens=jnp.where(written_BW, tokens_BW, 0),
         length=length_B,
         sampled=written_BW,
-        logprobs=jnp.where(written_BW, cut(state.logprobs), 0.0),
-        order=jnp.where(written_BW, cut(state.order), 0),
+        logprobs=jnp.where(written_BW, ctx.at(state.logprobs, places_BW), 0.0),
+        order=jnp.where(written_BW, ctx.at(state.order, places_BW), 0),
         stopped=state.stopped,
         forwards=state.forwards,
         commits=jnp.zeros_like(length_B),

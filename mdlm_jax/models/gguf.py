@@ -41,8 +41,11 @@ def fields(reader: Any) -> dict[str, Any]:
     return {name: field.contents() for name, field in reader.fields.items()}
 
 
-def raw_config(said: dict[str, Any]) -> dict:
-    """The `config.json` of a Llama-like model. Raises ValueError for other architectures."""
+def raw_config(reader: Any, said: dict[str, Any]) -> dict:
+    """The `config.json` of a Llama-like model. Raises ValueError for other architectures.
+
+    `said` holds the reader's `fields`, which take a second to unpack.
+    """
     kind = said["general.architecture"]
     if kind != "llama":
         raise ValueError(f"general.architecture is {kind!r}; of GGUF files only llama is known")
@@ -62,6 +65,7 @@ def raw_config(said: dict[str, Any]) -> dict:
         "rms_norm_eps": float(said["llama.attention.layer_norm_rms_epsilon"]),
         "bos_token_id": said.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": said.get("tokenizer.ggml.eos_token_id"),
+        "tie_word_embeddings": all(tensor.name != "output.weight" for tensor in reader.tensors),
         "torch_dtype": "float32",
     }
 

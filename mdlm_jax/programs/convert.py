@@ -19,12 +19,10 @@ def run(config: ConfigDict) -> None:
     with check.user_errors():
         reader = gguf.open_file(pathlib.Path(config.source))
         said = gguf.fields(reader)
-        raw, tokenizer = gguf.raw_config(said), words.tokenizer(said)
+        raw, tokenizer = gguf.raw_config(reader, said), words.tokenizer(said)
         target.mkdir(parents=True, exist_ok=True)
         count = len(reader.tensors)
         tensors = tqdm(gguf.hub_tensors(reader, raw), total=count, desc="convert", unit="tensor")
-        if not any(name.startswith("output.") for name in (t.name for t in reader.tensors)):
-            raw["tie_word_embeddings"] = True
         weights.save(target, tensors, shard_bytes=SHARD_BYTES)
     tokenizer.save_pretrained(str(target))
     (target / "config.json").write_text(json.dumps(raw, indent=2) + "\n")

@@ -76,7 +76,7 @@ def facts_of(checkpoint: hub.Checkpoint, params: dict, tokenizer) -> tuple:
     """Parameters and shape with a mask row, and the ids that decoding needs."""
     mask_id, shape = checkpoint.mask_id, checkpoint.config
     if mask_id is None:
-        mask_id = chat.mask_id(tokenizer)
+        mask_id = tokenizer.mask_token_id
     if mask_id is None:
         params, shape, mask_id = vocabulary.with_mask(params, shape, words=len(tokenizer))
     stops = set(checkpoint.stop_ids)
@@ -214,8 +214,8 @@ def trace(
     chosen = np.asarray(said.order[0, :length])
     written = np.flatnonzero(chosen > 0)
     pieces = [tokenizer.decode([int(said.tokens[0, i])]) for i in written]
-    block = writer.model.order_length if kind == "block" else config.stream.window
-    block = block if kind != "autoregressive" else 1
+    # Blocks lie at multiples of their length in the whole text; the rest begins with the answer.
+    block = config.stream.window if kind == "stream" else writer.model.order_length
     svg = pictures.unmasking_order(
         pieces,
         chosen[written].tolist(),

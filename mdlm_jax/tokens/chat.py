@@ -30,11 +30,6 @@ def load(folder: pathlib.Path, *, vocab_size: int | None = None) -> PreTrainedTo
     return found
 
 
-def mask_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The id of the tokenizer's mask token, if it has one."""
-    return tokenizer.mask_token_id
-
-
 def prompt_ids(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[dict],

@@ -6,7 +6,6 @@ threshold, temperature, stops, length) is given per row.
 
 import collections
 import functools
-import json
 from functools import partial
 from pathlib import Path
 
@@ -14,24 +13,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checkpoints import Case
 from fakes import TinyModel, message
 
 from mdlm_jax import sampling
 from mdlm_jax.diffusion import denoise, strategies
-from mdlm_jax.models import hub
 
 sdar = pytest.mark.golden("sdar")
 
 
-class Family:
-    """A golden folder: facts, model, and the shapes that its batches share, by block length."""
+class Family(Case):
+    """A golden folder, and the shapes that its batches share, by block length."""
 
     def __init__(self, folder: Path):
-        self.facts = json.loads((folder / "golden.json").read_text())
-        self.arrays = dict(np.load(folder / "golden.npz"))
-        checkpoint = hub.read(folder)
-        self.config = checkpoint.config
-        self.params = hub.load(checkpoint, dtype=jnp.float32)
+        super().__init__(folder)
         self.batches = collections.defaultdict(list)  # by what a program depends on
         for case in self.facts["cases"]:
             self.batches[form(case)].append(case)

@@ -6,7 +6,6 @@ Cases of one window run as one ragged batch, each row with its own numbers.
 import collections
 import functools
 import itertools
-import json
 from functools import partial
 from pathlib import Path
 
@@ -14,26 +13,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checkpoints import Case
 from fakes import SlotCausal, TinyModel, message
 
 from mdlm_jax import ops
 from mdlm_jax.autoregressive import decode
 from mdlm_jax.diffusion import denoise, strategies, stream
-from mdlm_jax.models import hub
 from mdlm_jax.structs import Context
 
 wedlm = pytest.mark.golden("wedlm")
 
 
-class Family:
-    """A golden folder: facts and model."""
+class Family(Case):
+    """A golden folder, and its model as streaming sees it."""
 
     def __init__(self, folder: Path):
-        self.facts = json.loads((folder / "golden.json").read_text())
-        checkpoint = hub.read(folder)
-        self.mask_id = checkpoint.mask_id
-        self.config = checkpoint.config
-        self.params = hub.load(checkpoint, dtype=jnp.float32)
+        super().__init__(folder)
+        self.mask_id = self.checkpoint.mask_id
         self.model = SlotCausal(config=self.config)
 
     def read(self, prompts: list[list[int]], model: TinyModel, *, room: int) -> Context:
