@@ -72,7 +72,7 @@ PROGRAMS = {
     "bench": Program(
         "mdlm_jax.programs.bench",
         "measure what this machine does with released shapes",
-        ("load",),
+        ("load", "decode"),
         book=rules.BENCH,
         config="bench.py",
     ),

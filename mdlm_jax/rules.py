@@ -72,6 +72,15 @@ def _one_of(*choices: object) -> Rule:
     return Rule(allows, "one of " + ", ".join(map(str, choices)))
 
 
+def _are_models(value: object) -> bool:
+    return isinstance(value, tuple) and len(value) > 0 and set(value) <= set(BENCH_MODELS)
+
+
+def _are_counts(value: object) -> bool:
+    is_count = _integer(1).allows
+    return isinstance(value, tuple) and len(value) > 0 and all(map(is_count, value))
+
+
 def _are_games(value: object) -> bool:
     return (
         isinstance(value, tuple)
@@ -335,6 +344,11 @@ GENERATE = Book(  # of configs/generate.py
     }
 )
 CONVERT = Book({"source": NAME, "target": NAME})  # of configs/convert.py
+SHAPE = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "intermediate_size"),
+)
+BENCH_MODELS = ("small", "large")
 BENCH = Book(  # of configs/bench.py
     {
         "load.repeats": COUNT,
@@ -346,12 +360,32 @@ BENCH = Book(  # of configs/bench.py
         "load.kv_heads": COUNT,
         "load.mlp": COUNT,
         "load.vocab": COUNT,
-    },
+        "decode.models": Rule(_are_models, "names of decode.shapes, one or more"),
+        "decode.batches": Rule(_are_counts, "integers >= 1, one or more"),
+        "decode.prompt": COUNT,
+        "decode.tokens": COUNT,
+        "decode.repeats": COUNT,
+        "decode.block": _one_of(*BLOCK_LENGTHS),
+        "decode.threshold": NOT_NEGATIVE,
+    }
+    | {f"decode.shapes.{name}.{field}": COUNT for name in BENCH_MODELS for field in SHAPE}
+    | {f"decode.shapes.{name}.rope_theta": POSITIVE for name in BENCH_MODELS}
+    | {f"decode.shapes.{name}.tie_word_embeddings": _one_of(False) for name in BENCH_MODELS},
     (
         Relation(
             ("load.heads", "load.kv_heads"),
             _is_multiple,
             "attention heads must be a multiple of key/value heads",
+        ),
+        Relation(
+            ("decode.prompt", "decode.block"),
+            _is_multiple,
+            "the prompt must be whole blocks",
+        ),
+        Relation(
+            ("decode.tokens", "decode.block"),
+            _is_multiple,
+            "the answer must be whole blocks",
         ),
     ),
 )

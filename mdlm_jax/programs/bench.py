@@ -15,6 +15,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from mdlm_jax.models import families, hub, transformer, weights
+from mdlm_jax.programs import bench_decode
 
 MIB = 2**20
 SHARD_BYTES = 10**9
@@ -106,4 +107,4 @@ def random_tensors(checkpoint: hub.Checkpoint) -> Iterator[tuple[str, np.ndarray
             yield name, values
 
 
-BENCHES = {"load": load}
+BENCHES = {"load": load, "decode": bench_decode.run}
