@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from fakes import TINY, TinyModel, sharp_params
 
-from mdlm_jax.models.experts import Experts
+from mdlm_jax.models.experts import Experts, grouped_dot
 
 SPARSE = dataclasses.replace(
     TINY,
@@ -63,3 +63,34 @@ def test_gradients_reach_the_experts_that_were_used():
 
     grads = jax.jit(jax.grad(loss))(params)["layers"]["0"]["mlp"]
     assert all(np.isfinite(g).all() and np.any(g) for g in jax.tree.leaves(grads))
+
+
+# Sizes with idle experts, one expert for all, single rows, and more rows than a tile holds.
+@pytest.mark.parametrize("sizes", [(0, 4, 0, 1), (0, 0, 7, 0), (1,), (300, 0, 2), (2, 3, 4)])
+def test_grouped_products_are_those_of_a_loop(sizes: tuple[int, ...]):
+    draw = np.random.default_rng(2)
+    rows = draw.normal(size=(sum(sizes), 6)).astype(np.float32)
+    kernels = draw.normal(size=(len(sizes), 6, 5)).astype(np.float32)
+    owners = np.repeat(np.arange(len(sizes)), sizes)
+    expected = np.einsum("sd,sdf->sf", rows, kernels[owners])
+    inputs = jnp.asarray(rows), jnp.asarray(kernels), jnp.asarray(sizes)
+    np.testing.assert_allclose(jax.jit(grouped_dot)(*inputs), expected, atol=1e-5)
+
+    def loss(rows, kernels):
+        return jnp.square(grouped_dot(rows, kernels, inputs[2])).sum()
+
+    found = jax.jit(jax.grad(loss, (0, 1)))(*inputs[:2])
+    back = 2 * expected
+    np.testing.assert_allclose(found[0], np.einsum("sf,sdf->sd", back, kernels[owners]), atol=1e-3)
+    by_expert = [rows[owners == e].T @ back[owners == e] for e in range(len(sizes))]
+    np.testing.assert_allclose(found[1], np.stack(by_expert), atol=1e-2)
+
+
+def test_only_a_token_s_own_experts_are_computed():
+    """Counted by the compiler: twice the useful products at most, where all would be 16 times."""
+    rows, experts, width, inner = 64, 16, 32, 24
+    shapes = [(rows, width), (experts, width, inner)]
+    floats = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    sizes = jax.ShapeDtypeStruct((experts,), jnp.int32)
+    compiled = jax.jit(grouped_dot).lower(*floats, sizes).compile()
+    assert compiled.cost_analysis()["flops"] < 2.2 * 2 * rows * width * inner
