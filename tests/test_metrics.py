@@ -185,6 +185,12 @@ def test_unmasking_order_shows_every_token_and_its_pass():
     ElementTree.fromstring(svg)
 
 
+def test_unmasking_order_leaves_signs_that_matplotlib_s_font_lacks_to_the_browser(recwarn):
+    svg = pictures.unmasking_order(["你好", "🙂", "a"], [1, 2, 1], block_length=4)
+    assert "你好" in svg and "🙂" in svg
+    assert not recwarn.list
+
+
 @pytest.mark.parametrize("block_length", [1, 3, 8, 32])
 def test_unmasking_order_takes_any_block_length(block_length):
     tokens = [f" token{i}" for i in range(70)]

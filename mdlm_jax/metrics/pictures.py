@@ -5,6 +5,7 @@ style too. Nothing here touches matplotlib's global state, so no display is need
 """
 
 import io
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ _INK, _RULE = "#1f2933", "#d9dee4"
 _STYLE = {
     "font.family": "DejaVu Sans",
     "font.size": 10,
+    "svg.fonttype": "none",  # text stays text: the browser's fonts know Chinese and emoji
     "text.color": _INK,
     "axes.labelcolor": _INK,
     "axes.edgecolor": "#9aa3ad",
@@ -165,7 +167,9 @@ def _svg(figure: Figure) -> str:
     """The figure as an `<svg>` element with neither XML header nor metadata, to be set in HTML."""
     out = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    figure.savefig(out, format="svg", transparent=True, metadata=nothing)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"Glyph \d+ .* missing from font")
+        figure.savefig(out, format="svg", transparent=True, metadata=nothing)
     text = out.getvalue()
     return text[text.index("<svg") :]
 
