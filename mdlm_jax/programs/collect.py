@@ -345,15 +345,17 @@ def _table(episodes: dict[str, list[Trajectory]]) -> str:
     """What was collected, how much the folds share, and one short episode."""
     lines = ["file      episodes  starts  turns  solved  invalid  words"]
     lines += [_row(name, each) for name, each in episodes.items()]
-    train, test = _starts(episodes["train"]), _starts(episodes["test"])
+    train, test = starts_of(episodes["train"]), starts_of(episodes["test"])
     lines.append(
         f"starts: distinct games (state and goal). {len(test & train)} of the {len(test)} "
-        "test starts are also train starts. words: of the world prompt."
+        "test starts are also train starts, and left out of every evaluation. words: of the world "
+        "prompt."
     )
     return "\n".join([*lines, *_sample(episodes["train"])])
 
 
-def _starts(episodes: list[Trajectory]) -> set[tuple[str, str]]:
+def starts_of(episodes: Iterable[Trajectory]) -> set[tuple[str, str]]:
+    """The distinct games among the episodes, by hidden state and goal."""
     return {(episode.scene.state, episode.scene.goal) for episode in episodes}
 
 
@@ -364,7 +366,7 @@ def _row(name: str, episodes: list[Trajectory]) -> str:
     invalid = sum(turn.source == "invalid" for turn in turns) / max(1, len(turns))
     words = sum(len(records.world_prompt(e.scene).split()) for e in episodes) / count
     return (
-        f"{name:8}{len(episodes):>10}{len(_starts(episodes)):>8}{len(turns) / count:>7.1f}"
+        f"{name:8}{len(episodes):>10}{len(starts_of(episodes)):>8}{len(turns) / count:>7.1f}"
         f"{solved:>8.0%}{invalid:>9.0%}{words:>7.0f}"
     )
 

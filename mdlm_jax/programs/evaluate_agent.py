@@ -8,15 +8,18 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
+from mdlm_jax import check
 from mdlm_jax.envs.base import Start
 from mdlm_jax.metrics import interval, tables
-from mdlm_jax.programs import build, files, play
+from mdlm_jax.programs import build, collect, files, play, sft
 from mdlm_jax.programs.collect import scene_of
 
 
 def agent(config: ConfigDict, workdir: pathlib.Path) -> None:
     """The policy before and after GRPO, on the same test games, really and in the dream."""
     on, words = build.make_mesh(config), build.load_tokenizer(workdir)
+    with check.user_errors():
+        known = collect.starts_of(sft.read_file(workdir / "data" / "train.jsonl"))
     policies = {"before": workdir / "policy" / "params", "after": workdir / "grpo" / "params"}
     makers = {"before": "sft --what=policy", "after": "grpo"}
     model = build.policy_model(config, words.vocab_size)
@@ -32,7 +35,7 @@ def agent(config: ConfigDict, workdir: pathlib.Path) -> None:
     )  # fmt: skip
     games, replays, result = [], [], {}
     with jax.set_mesh(on), play.Stage(config, words, on, temperature=temperature) as stage:
-        starts = stage.panel("test", config.evaluate.games)
+        starts = stage.panel("test", config.evaluate.games, known=known)
         expert = stage.replay(starts, [start.gold for start in starts])
         for name in policies:
             real = stage.play(params[name], starts, name=f"real games, {name}")

@@ -2,7 +2,7 @@
 
 import pathlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 
 import jax
@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 
 from mdlm_jax import check
 from mdlm_jax.metrics import interval, tables, text
-from mdlm_jax.programs import build, files, play, sft
+from mdlm_jax.programs import build, collect, files, play, sft
 from mdlm_jax.structs import Generation
 from mdlm_jax.tokens import batches
 from mdlm_jax.tokens import trajectory as tj
@@ -30,7 +30,8 @@ def world(config: ConfigDict, workdir: pathlib.Path) -> None:
     """Next-observation metrics of every trained world on the same held-out samples."""
     on, words = build.make_mesh(config), build.load_tokenizer(workdir)
     with check.user_errors():
-        samples = test_samples(config, sft.read_file(workdir / "data" / "test.jsonl"))
+        train, test = (sft.read_file(workdir / "data" / f"{n}.jsonl") for n in ("train", "test"))
+    samples = test_samples(config, test, known=collect.starts_of(train))
     names = [name for name, (kind, _) in SYSTEMS.items() if (workdir / f"world_{kind}").exists()]
     if not names:
         raise check.UserError(
@@ -69,9 +70,14 @@ def system_config(config: ConfigDict, name: str) -> ConfigDict:
     return changed
 
 
-def test_samples(config: ConfigDict, records: Sequence[tj.Trajectory]) -> list[tuple]:
-    """(episode, turn number) pairs in a random order that the seed fixes."""
-    pairs = [(record, turn) for record in records for turn in range(len(record.turns))]
+def test_samples(
+    config: ConfigDict, records: Sequence[tj.Trajectory], *, known: Set[tuple[str, str]]
+) -> list[tuple]:
+    """(episode, turn number) pairs of games that are not `known`, in an order the seed fixes."""
+    new = [record for record in records if not collect.starts_of([record]) <= known]
+    if not new:
+        raise check.UserError(play.NOTHING_NEW.format(fold="test"))
+    pairs = [(record, turn) for record in new for turn in range(len(record.turns))]
     order = np.random.default_rng(config.seed).permutation(len(pairs))
     return [pairs[i] for i in order[: config.evaluate.world_samples]]
 

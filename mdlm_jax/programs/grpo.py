@@ -11,7 +11,7 @@ failed carry no signal. One jitted call rolls out, one updates; only metrics com
 import math
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from functools import partial
 
 import jax
@@ -21,12 +21,14 @@ from flax import struct
 from ml_collections import ConfigDict
 
 from mdlm_jax import check, ops
-from mdlm_jax.programs import build, files, play, sft
+from mdlm_jax.programs import build, collect, files, play, sft
 from mdlm_jax.rl import advantage, loss
 from mdlm_jax.structs import Mean, Rollout, TrainState
 from mdlm_jax.tokens import trajectory as tj
 from mdlm_jax.tokens.tokenizer import Tokenizer
 from mdlm_jax.train import augment, checkpoint, logging, state
+
+CUTS = (0.25, 0.5, 0.75, 1.0)  # shares of the policy's context that an update may be cut to
 
 
 @struct.dataclass
@@ -106,7 +108,7 @@ def train(
         return learn_fn(now, played)
 
     with play.Stage(config, words, on, temperature=config.evaluate.temperature) as stage:
-        real = RealDev(stage, config.grpo.eval_games)
+        real = RealDev(stage, config.grpo.eval_games, known=collect.starts_of(records["train"]))
         loop(
             config.grpo, workdir / "grpo", saved, first, update,
             lambda params: real(to_rollout(params)),
@@ -160,8 +162,8 @@ def keep_if_best(
 class RealDev:
     """Success of a policy on a fixed panel of real dev games."""
 
-    def __init__(self, stage: play.Stage, games: int):
-        self.stage, self.starts = stage, stage.panel("dev", games)
+    def __init__(self, stage: play.Stage, games: int, *, known: Set[tuple[str, str]]):
+        self.stage, self.starts = stage, stage.panel("dev", games, known=known)
 
     def __call__(self, params: dict) -> float:
         episodes = self.stage.play(params, self.starts, name="grpo: real dev games")
@@ -205,12 +207,30 @@ def learn(
         batch=loss.PolicyBatch(mask=mask_BL, advantages=advantages_B, old_logprobs=played.logprobs),
     )
     count = max(1, played.tokens.shape[0] // plan.micro_rows)
-    pieces = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), rows)
-    loss_fn = policy_loss(config, model, words)
+    by_length_B = jnp.argsort(rows.length)  # rows of one length come together, and are cut alike
+    pieces = jax.tree.map(lambda x: x[by_length_B].reshape(count, -1, *x.shape[1:]), rows)
+    loss_fn = cut(policy_loss(config, model, words))
     for _ in range(plan.num_iterations):
         now, metrics = state.update(now, pieces, loss_fn=loss_fn, optimizer=optimizer)
     means = {name: ops.mean_value(mean) for name, mean in metrics.items()}
     return now, means | group_metrics | rollout_metrics(played)
+
+
+def cut(loss_fn: Callable) -> Callable:
+    """The loss on rows cut to the shortest of a few lengths that holds them all.
+
+    What is cut off is padding: the result is the same. Every length is compiled once.
+    """
+
+    def loss(params: dict, piece: Piece) -> tuple[Mean, dict]:
+        size = piece.tokens.shape[1]
+        lengths = [math.ceil(size * share) for share in CUTS]
+        first = lambda n: lambda x: x[:, :n] if x.ndim > 1 else x  # noqa: E731
+        cases = [lambda p, x, n=n: loss_fn(p, jax.tree.map(first(n), x)) for n in lengths]
+        case = jnp.searchsorted(jnp.array(lengths), piece.length.max())
+        return jax.lax.switch(case, cases, params, piece)
+
+    return loss
 
 
 def policy_loss(config: ConfigDict, model: build.Model, words: Tokenizer) -> Callable:

@@ -1,7 +1,7 @@
 """Games for the policy to play: real ones, and dreamed ones inside the world model."""
 
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 
 import jax
 import numpy as np
@@ -21,6 +21,10 @@ from mdlm_jax.train import logging
 
 SEEDS_PER_GAME = 10  # how many seeds are looked at, per game wanted, to find distinct games
 INVALID = "Unknown action"  # how the engine's answer to an impossible action begins
+NOTHING_NEW = (
+    "every {fold} game is a train game, too; make the games of config.env.games larger, or "
+    "config.collect.train_episodes smaller"
+)
 
 
 PROMPTS = {"policy": tj.policy_prompt, "world": tj.world_prompt}
@@ -142,16 +146,22 @@ class Stage:
     def __exit__(self, *_) -> None:
         self.pool.close()
 
-    def panel(self, fold: str, games: int) -> list[Start]:
-        """The first `games` distinct games of a fold, by seed; fewer if the fold has no more."""
+    def panel(self, fold: str, games: int, *, known: Set[tuple[str, str]]) -> list[Start]:
+        """The first `games` distinct games of a fold, by seed; fewer if the fold has no more.
+
+        Games that start as one of the `known` (state, goal) are left out: they were trained on.
+        """
         found: dict[tuple[str, str], Start] = {}
         for first in range(0, games * SEEDS_PER_GAME, self.rows):
             wanted = games_of(self.config, fold, range(first, first + self.rows))
             for start in self._call(self.pool.reset, list(range(self.rows)), wanted):
-                found.setdefault((start.state, start.goal), start)
+                if (start.state, start.goal) not in known:
+                    found.setdefault((start.state, start.goal), start)
             if len(found) >= games:
                 break
         starts = list(found.values())[:games]
+        if not starts:
+            raise check.UserError(NOTHING_NEW.format(fold=fold))
         check_room(self.config, self.words, [scene_of(start) for start in starts])
         return starts
 
