@@ -28,7 +28,7 @@ def get_config() -> ConfigDict:
         2048  # byte-level BPE, specials and phrases included; fewer if words run out
     )
     tokenizer.phrases = 64  # whole phrases that become one token, at most
-    tokenizer.phrase_share = 0.5  # share of the episodes that a phrase must stand in
+    tokenizer.phrase_share = 0.8  # share of the episodes that a phrase must stand in
 
     world = config.world = ConfigDict()
     world.kind = "diffusion"  # or "autoregressive": the same model, data and budget
@@ -84,7 +84,7 @@ def get_config() -> ConfigDict:
     grpo.scale_rewards = "group"  # or "batch", "none"
     grpo.rename = 0.5  # share of the tasks dreamed with other content words (train/augment.py)
     grpo.num_iterations = 1  # updates per rollout
-    grpo.micro_rows = 32  # rows per gradient piece; never changes the result
+    grpo.micro_rows = 16  # rows per gradient piece; never changes the result
     grpo.save_every = 10  # steps between checkpoints
     grpo.eval_every = 10  # steps between plays of the real dev games
     grpo.eval_games = 48  # of them; the parameters that do best there are kept

@@ -80,21 +80,23 @@ class Tokenizer:
         self.inner.save(str(path))
 
 
-LONGEST_PHRASE = 16  # words
-GAP = "\n"  # what a found phrase leaves behind; no phrase crosses white space other than one blank
+LONGEST_PHRASE = 20  # words
+SENTENCE_ENDS = (".", "!", "?", ":")
 
 
 def common_phrases(texts: Sequence[str], *, share: float, most: int) -> list[str]:
     """Word sequences that stand in at least a `share` of the texts, at most `most`.
 
-    Each round takes the phrase that saves the most tokens over all texts and cuts it out of them.
+    Each round takes the phrase that saves the most tokens over all texts; from then on it is one
+    unit, which a longer phrase may take in: "In one part of the room you see a" and, where it is
+    common enough, the whole sentence. The tokenizer prefers the longest phrase that fits.
     """
     pieces = [re.findall(r" ?\S+|\s", text) for text in texts]
     phrases: list[str] = []
     while len(phrases) < most:
         counts, homes = collections.Counter(), collections.Counter()
-        for words in pieces:
-            runs = list(_runs(words))
+        for units in pieces:
+            runs = list(_runs(units))
             counts.update(runs)
             homes.update(set(runs))
         enough = share * len(pieces)
@@ -103,28 +105,35 @@ def common_phrases(texts: Sequence[str], *, share: float, most: int) -> list[str
             break
         best = max(sorted(saved), key=saved.__getitem__)
         phrases.append("".join(best))
-        pieces = [_cut(words, best) for words in pieces]
+        pieces = [_join(units, best) for units in pieces]
     return phrases
 
 
-def _runs(words: list[str]) -> Iterable[tuple[str, ...]]:
-    """All sequences of 2 to LONGEST_PHRASE words with single blanks between them."""
-    for start in range(len(words)):
-        for end in range(start, min(start + LONGEST_PHRASE, len(words))):
-            if words[end].isspace():
+def _runs(units: list[str]) -> Iterable[tuple[str, ...]]:
+    """All sequences of two units or more within a sentence, of at most LONGEST_PHRASE words.
+
+    Units are words with the blank before them, phrases, or other white space, which none crosses.
+    """
+    for start in range(len(units)):
+        words = 0
+        for end in range(start, len(units)):
+            words += len(units[end].split())
+            if units[end].isspace() or words > LONGEST_PHRASE:
                 break
             if end > start:
-                yield tuple(words[start : end + 1])
+                yield tuple(units[start : end + 1])
+            if units[end].endswith(SENTENCE_ENDS):
+                break
 
 
-def _cut(words: list[str], phrase: tuple[str, ...]) -> list[str]:
-    """Leaves a gap in the place of every occurrence of the phrase."""
-    cut, i = [], 0
-    while i < len(words):
-        found = tuple(words[i : i + len(phrase)]) == phrase
-        cut.append(GAP if found else words[i])
+def _join(units: list[str], phrase: tuple[str, ...]) -> list[str]:
+    """Makes one unit of every occurrence of the phrase."""
+    joined, i = [], 0
+    while i < len(units):
+        found = tuple(units[i : i + len(phrase)]) == phrase
+        joined.append("".join(phrase) if found else units[i])
         i += len(phrase) if found else 1
-    return cut
+    return joined
 
 
 def train(texts: Iterable[str], *, vocab_size: int, phrases: Sequence[str] = ()) -> Tokenizer:
