@@ -11,15 +11,15 @@ def get_config() -> ConfigDict:
     env = config.env = ConfigDict()
     env.name = "textworld_express"  # a key of envs/registry.py
     # One entry per kind of game: "name:parameter=value,..." in the engine's own words.
-    env.games = ("twc:numLocations=1,numItemsToPutAway=1,includeDoors=0,limitInventorySize=0",)
-    env.turns = 6  # actions per episode, at most
+    env.games = ("coin:numLocations=4,numDistractorItems=1,includeDoors=0,limitInventorySize=0",)
+    env.turns = 8  # actions per episode, at most
     env.workers = 2  # processes that host the real environment
 
     collect = config.collect = ConfigDict()
-    collect.train_episodes = 4000  # played on the train fold with mixed actions
+    collect.train_episodes = 3000  # played on the train fold with mixed actions
     collect.dev_episodes = 100
     collect.test_episodes = 150
-    collect.expert_episodes = 150  # gold episodes of the train fold, for the policy's warm start
+    collect.expert_episodes = 20  # gold episodes of the train fold, for the policy's warm start
     collect.gold = 0.3  # chance that an action follows the gold path
     collect.valid = 0.35  # chance that it is a random valid action; the rest are invalid ones
 
@@ -27,52 +27,56 @@ def get_config() -> ConfigDict:
     tokenizer.vocab_size = (
         2048  # byte-level BPE, specials and phrases included; fewer if words run out
     )
-    tokenizer.phrases = 64  # whole phrases that become one token, at most
-    tokenizer.phrase_share = 0.8  # share of the episodes that a phrase must stand in
+    tokenizer.phrases = 128  # whole phrases that become one token, at most
+    tokenizer.phrase_share = 0.3  # share of the episodes that a phrase must stand in
 
     world = config.world = ConfigDict()
     world.kind = "diffusion"  # or "autoregressive": the same model, data and budget
-    world.block_length = 8  # tokens denoised together
-    world.slot = 8  # what the world reads is filled up to a multiple of this many tokens
-    world.denoising_steps = 8  # at most, per block
+    world.block_length = 4  # tokens denoised together
+    world.slot = 4  # what the world reads is filled up to a multiple of this many tokens
+    world.denoising_steps = 4  # at most, per block
     world.strategy = "low_confidence_dynamic"  # a key of diffusion.strategies.STRATEGIES
     world.threshold = 0.9  # confidence that lets a token be kept at once (dynamic)
     world.temperature = 0.0  # 0 = greedy
-    world.max_tokens = 96  # per observation
-    world.prompt = 192  # tokens of the prompt, at most
-    world.context = 448  # tokens of prompt and turns together
+    world.max_tokens = 48  # per observation
+    world.prompt = 112  # tokens of the prompt, at most
+    world.context = 384  # tokens of prompt and turns together
     world.model = model(width=192, layers=4, heads=3, mlp=512)
 
     policy = config.policy = ConfigDict()
     policy.temperature = 1.0  # while rolling out
     policy.max_tokens = 16  # per action
-    policy.prompt = 128  # tokens of the prompt, at most
+    policy.prompt = 48  # tokens of the prompt, at most
     policy.context = 256  # tokens of prompt and turns together
     policy.model = model(width=128, layers=4, heads=2, mlp=384)
 
     sft = config.sft = ConfigDict()
-    for what, steps, rows in (("world", 1000, 3), ("policy", 300, 4)):
+    for what, steps, rows, length, every in (
+        ("world", 800, 3, 480, 100),
+        ("policy", 50, 4, 192, 25),
+    ):
         part = sft[what] = ConfigDict()
         part.steps = steps  # updates
         part.rows = rows  # packed rows per update
-        part.row_length = 384  # tokens per packed row
-        part.answer_length = 128  # tokens of answer blocks per packed row (diffusion's noisy copy)
+        part.row_length = length  # tokens per packed row
+        part.answer_length = 192  # tokens of answer blocks per packed row (diffusion's noisy copy)
         part.learning_rate = 0.02  # Muon's, for the layers; linear warm-up, then cosine to a tenth
         part.adam_learning_rate = 2e-3  # of embeddings and norms, same curve
         part.warmup = 0.05  # share of the steps
         part.rename = 0.6  # share of the episodes told with other content words (train/augment.py)
         part.weight_decay = 0.01
         part.clip_norm = 1.0  # global gradient norm
-        part.eval_every = 100  # steps between losses on the dev fold
-        part.save_every = 100  # steps between checkpoints
-    # Lowest masking rate: p = (1 - eps) t + eps. SDAR has 1e-3; here the weights 1/p are calmer.
-    sft.mask_eps = 0.2
+        part.eval_every = every  # steps between losses on the dev fold
+        part.save_every = every  # steps between checkpoints
+    # Lowest masking rate: p = (1 - eps) t + eps. SDAR has 1e-3; high rates teach a small model what
+    # a whole masked block says, which its first pass is asked (as BD3-LM's clipped schedules do).
+    sft.mask_eps = 0.5
     sft.rename_below = 0.1  # content words stand in fewer than this share of the episodes
 
     rollout = config.rollout = ConfigDict()
     rollout.tasks = 8  # prompts per rollout
     rollout.group = 8  # rollouts per prompt
-    rollout.turns = 6  # at most; <= env.turns
+    rollout.turns = 8  # at most; <= env.turns
 
     grpo = config.grpo = ConfigDict()
     grpo.steps = 30  # rollouts, each followed by one update

@@ -2,8 +2,9 @@
 
     launch/quickstart.sh
 
-One room, one thing to put where it belongs ("twc"). The engine's folds share no object, so the test
-games ask for things that neither model has met. Every value is base.py's.
+Four rooms, a coin in one of them, a thing in the way ("coin"). The rooms look alike in every fold;
+where they lie, where the coin is and what else lies around differ, and games that were trained on
+are left out of every evaluation. Every value is base.py's.
 """
 
 from pathlib import Path
