@@ -32,11 +32,18 @@ def get_config() -> ConfigDict:
 
     world = config.world = ConfigDict()
     world.kind = "diffusion"  # or "autoregressive": the same model, data and budget
+    # How diffusion is trained, a key of objectives.OBJECTIVES: "sdar"; "semi-ar", a rate for each
+    # token; "wedlm", causal over reordered blocks, which also writes by a stream.
+    world.objective = "sdar"
     world.block_length = 4  # tokens denoised together
     world.slot = 4  # what the world reads is filled up to a multiple of this many tokens
     world.denoising_steps = 4  # at most, per block
     world.strategy = "low_confidence_dynamic"  # a key of diffusion.strategies.STRATEGIES
     world.threshold = 0.9  # confidence that lets a token be kept at once (dynamic)
+    world.stream = ConfigDict()  # of a world that is trained with "wedlm"
+    world.stream.window = 4  # places that are looked at together
+    world.stream.threshold = 0.4  # entropy in nats below which a token is kept at once
+    world.stream.penalty = 0.02  # nats per place of distance to the first open one
     world.temperature = 0.0  # 0 = greedy
     world.max_tokens = 48  # per observation
     world.prompt = 112  # tokens of the prompt, at most
@@ -71,6 +78,12 @@ def get_config() -> ConfigDict:
     # Lowest masking rate: p = (1 - eps) t + eps. SDAR has 1e-3; high rates teach a small model what
     # a whole masked block says, which its first pass is asked (as BD3-LM's clipped schedules do).
     sft.mask_eps = 0.5
+    sft.mask_lower = 0.1  # "semi-ar": a token's masking rate is drawn from here
+    sft.mask_upper = 0.9  # to here
+    sft.mask_per_block = True  # "wedlm": a masking rate for each block, or else for each episode
+    sft.mlm_weighting = "weighted"  # "wedlm": by 1 / rate, or "uniform"
+    sft.ar_weight = 1.0  # "wedlm": of the next-token loss beside that of the masks
+    sft.end_tokens = 1  # times that the last status of an episode is written (WeDLM's SFT: 8)
     sft.rename_below = 0.1  # content words stand in fewer than this share of the episodes
 
     rollout = config.rollout = ConfigDict()

@@ -115,6 +115,12 @@ def fill(message: Message, *, slot: int, pad_id: int) -> Message:
     return Message(jnp.where(spoken_BW, tokens_BW, pad_id), length_B)
 
 
+def align(context: Context, *, block: int, pad_id: int) -> Context:
+    """The context filled up to a whole number of blocks with padding that waits to be read."""
+    pads_BW = jnp.full((context.length.shape[0], block - 1), pad_id, jnp.int32)
+    return append(context, Message(pads_BW, -context.length % block))
+
+
 def room(context: Context) -> jax.Array:
     """Places left, i32[B]."""
     return context.tokens.shape[1] - context.length

@@ -34,8 +34,8 @@ def pairwise_sum(x: jax.Array, *, axis: int) -> jax.Array:
 
 
 def mean_value(mean: Mean) -> jax.Array:
-    """The mean itself, f32[]; 0 when nothing was counted."""
-    return mean.total / jnp.maximum(mean.count, jnp.finfo(jnp.float32).tiny)
+    """The mean itself, or the sum of several, f32[]; one is 0 when nothing was counted."""
+    return jnp.sum(mean.total / jnp.maximum(mean.count, jnp.finfo(jnp.float32).tiny))
 
 
 def token_logprobs(logits_BLV: jax.Array, ids_BL: jax.Array) -> jax.Array:

@@ -11,6 +11,8 @@ from typing import NamedTuple
 ENVIRONMENTS = ("textworld_express", "scienceworld")
 SIDES = ("world", "policy")
 KINDS = ("diffusion", "autoregressive")
+OBJECTIVES = ("sdar", "semi-ar", "wedlm")
+MLM_WEIGHTINGS = ("weighted", "uniform")
 STRATEGIES = (
     "low_confidence_dynamic",
     "low_confidence_static",
@@ -155,11 +157,15 @@ _CIRCLE_RULES = {
     "tokenizer.phrases": _integer(0),
     "tokenizer.phrase_share": SHARE,
     "world.kind": _one_of(*KINDS),
+    "world.objective": _one_of(*OBJECTIVES),
     "world.block_length": _one_of(*BLOCK_LENGTHS),
     "world.slot": COUNT,
     "world.denoising_steps": COUNT,
     "world.strategy": _one_of(*STRATEGIES),
     "world.threshold": SHARE,
+    "world.stream.window": COUNT,
+    "world.stream.threshold": NOT_NEGATIVE,
+    "world.stream.penalty": NOT_NEGATIVE,
     "world.temperature": NOT_NEGATIVE,
     "world.max_tokens": COUNT,
     "world.prompt": COUNT,
@@ -173,6 +179,12 @@ _CIRCLE_RULES = {
     **_under("sft.world", _SFT),
     **_under("sft.policy", _SFT),
     "sft.mask_eps": BELOW_ONE,
+    "sft.mask_lower": SHARE,
+    "sft.mask_upper": SHARE,
+    "sft.mask_per_block": FLAG,
+    "sft.mlm_weighting": _one_of(*MLM_WEIGHTINGS),
+    "sft.ar_weight": NOT_NEGATIVE,
+    "sft.end_tokens": COUNT,
     "sft.rename_below": SHARE,
     "rollout.tasks": COUNT,
     "rollout.group": _integer(2),
@@ -219,10 +231,12 @@ _BATCH_AXES = ("mesh.data", "mesh.fsdp")
 _BATCH_TEXT = "rows must be divisible by data * fsdp devices"
 
 _CIRCLE_RELATIONS = (
-    Relation(
-        ("world.slot", "world.block_length"),
-        _is_multiple,
-        "the slot must be a multiple of the block length",
+    *(
+        Relation((key, "world.block_length"), _is_multiple, "must be a multiple of block_length")
+        for key in (
+            *("world.slot", "world.max_tokens", "world.context"),
+            *("sft.world.row_length", "sft.world.answer_length"),
+        )
     ),
     Relation(
         ("world.prompt", "world.slot"),
@@ -240,24 +254,14 @@ _CIRCLE_RELATIONS = (
         "denoising steps must be at most the block length: each step keeps at least one token",
     ),
     Relation(
-        ("world.max_tokens", "world.block_length"),
-        _is_multiple,
-        "max_tokens must be a multiple of the block length",
+        ("world.objective", "world.stream.window", "world.block_length"),
+        lambda objective, window, block: objective != "wedlm" or window <= block,
+        "a window may be at most a block: more masks than that never stand together in training",
     ),
     Relation(
-        ("world.context", "world.block_length"),
-        _is_multiple,
-        "the context must be a multiple of the block length",
-    ),
-    Relation(
-        ("sft.world.row_length", "world.block_length"),
-        _is_multiple,
-        "a row must hold whole blocks",
-    ),
-    Relation(
-        ("sft.world.answer_length", "world.block_length"),
-        _is_multiple,
-        "the answers of a row must be whole blocks",
+        ("sft.mask_lower", "sft.mask_upper"),
+        lambda lower, upper: lower <= upper and upper > 0,
+        "the lowest rate must be at most the highest one, and that one more than 0",
     ),
     *(
         Relation(

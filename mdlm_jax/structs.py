@@ -125,10 +125,13 @@ class Rollout:
 
 @struct.dataclass
 class Mean:
-    """A mean kept as its parts, so that micro-batches, turns and hosts never change the result."""
+    """A mean kept as its parts, so that micro-batches, turns and hosts never change the result.
 
-    total: jax.Array  # f32[]
-    count: jax.Array  # f32[]
+    A loss of K terms is K means side by side, each divided by its own count before they are added.
+    """
+
+    total: jax.Array  # f32[] or f32[K]
+    count: jax.Array  # f32[] or f32[K]
 
     def __add__(self, other: "Mean") -> "Mean":
         return Mean(self.total + other.total, self.count + other.count)

@@ -144,6 +144,20 @@ def test_a_world_episode_trains_observations_and_their_status_up_to_a_block_bord
     assert (ids, trained) == (expected, mask)
 
 
+def test_the_last_status_may_be_written_several_times(words):
+    record, shape = record_of(), {"block_length": BLOCK, "slot": 2 * BLOCK}
+    once = batches.world_episode(words, record, **shape)
+    often = batches.world_episode(words, record, **shape, end_tokens=6)
+    status = getattr(words.special, record.turns[-1].status)
+    end = np.flatnonzero(once.tokens == status)[-1]
+    np.testing.assert_array_equal(often.tokens[:end], once.tokens[:end])
+    assert often.tokens[end : end + 6].tolist() == [status] * 6
+    assert set(often.tokens[end + 6 :].tolist()) <= {words.special.pad}
+    assert often.trained[end:].all()
+    assert len(often.tokens) % BLOCK == 0
+    assert len(often.tokens) - end - 6 < BLOCK
+
+
 def test_a_policy_episode_trains_gold_actions_and_their_end(words):
     record, special = record_of(), words.special
     policy = batches.policy_episode(words, record)

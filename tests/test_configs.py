@@ -82,18 +82,28 @@ def test_every_knob_has_a_rule_and_every_rule_a_knob():
         assert book.rules.keys() == check.leaves(config).keys()
 
 
+def test_a_window_wider_than_a_block_is_refused_only_where_it_is_used():
+    config = base()
+    config.world.stream.window = 2 * config.world.block_length
+    check.check(config)
+
+
 def test_every_relation_is_between_knobs():
     knobs = rules.CIRCLE.rules.keys()
     assert {key for relation in rules.CIRCLE.relations for key in relation.keys} <= knobs
 
 
 def test_allowed_words_are_those_of_the_code():
+    from mdlm_jax.diffusion.losses import WEIGHTS
     from mdlm_jax.diffusion.strategies import PRESETS, STRATEGIES
     from mdlm_jax.envs.registry import ENVS
+    from mdlm_jax.programs.objectives import OBJECTIVES
     from mdlm_jax.rl.advantage import SCALES
     from mdlm_jax.rl.loss import LOSS_TYPES
 
     assert set(rules.STRATEGIES) == set(STRATEGIES)
+    assert set(rules.OBJECTIVES) == set(OBJECTIVES)
+    assert set(rules.MLM_WEIGHTINGS) == set(WEIGHTS)
     assert set(rules.PRESETS) == set(PRESETS) - {"wedlm_block"}  # that one is WeDLM's own
     assert set(rules.ENVIRONMENTS) == set(ENVS)
     assert set(rules.SCALE_REWARDS) == set(SCALES)
@@ -124,6 +134,13 @@ def test_the_circle_uses_every_program_and_what():
         ("collect.valid", float("nan")),
         ("tokenizer.vocab_size", 100),
         ("world.kind", "diffusoin"),
+        ("world.objective", "wedlm2"),
+        ("world.stream.window", 0),
+        ("world.stream.threshold", -0.1),
+        ("sft.mask_upper", 1.1),
+        ("sft.mlm_weighting", "none"),
+        ("sft.ar_weight", -1.0),
+        ("sft.end_tokens", 0),
         ("world.block_length", 12),
         ("world.block_length", 128),
         ("world.strategy", "greedy"),
@@ -151,6 +168,9 @@ def test_a_value_out_of_range_is_named_with_its_key(key: str, value: object):
         {"collect.gold": 0.8, "collect.valid": 0.3},
         {"world.denoising_steps": 16},
         {"world.max_tokens": 100},
+        {"world.objective": "wedlm", "world.stream.window": 9},
+        {"sft.mask_lower": 0.6, "sft.mask_upper": 0.5},
+        {"sft.mask_lower": 0.0, "sft.mask_upper": 0.0},
         {"world.context": 200},
         {"world.prompt": 600},
         {"world.context": 771},

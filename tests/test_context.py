@@ -28,6 +28,16 @@ def test_append_writes_behind_each_row_and_cuts_what_does_not_fit():
     np.testing.assert_array_equal(ctx.room(after), [4, 0])
 
 
+def test_align_fills_up_to_a_block_border_and_reads_nothing():
+    context = ctx.empty(3, 12, TINY.cache_shape, jnp.float32)
+    context = context.replace(length=jnp.array([5, 8, 11]), cached=jnp.array([5, 8, 11]))
+    after = ctx.align(context, block=4, pad_id=9)
+    np.testing.assert_array_equal(after.length, [8, 8, 12])
+    np.testing.assert_array_equal(after.cached, context.cached)
+    np.testing.assert_array_equal(after.tokens[0], [0] * 5 + [9] * 3 + [0] * 4)
+    np.testing.assert_array_equal(after.tokens[1:].sum(1), [0, 9])
+
+
 def test_a_window_past_the_end_reads_the_last_place():
     context = ctx.empty(2, 5, TINY.cache_shape, jnp.float32)
     context = context.replace(tokens=jnp.arange(10).reshape(2, 5))

@@ -12,6 +12,7 @@ from mdlm_jax import ops
 from mdlm_jax.diffusion import losses
 from mdlm_jax.diffusion.corrupt import Noisy
 from mdlm_jax.models import masks, transformer
+from mdlm_jax.structs import Mean
 from mdlm_jax.train import state
 
 MASK, BLOCK = 22, 4
@@ -49,6 +50,44 @@ def test_rows_without_a_mask_give_no_loss_and_finite_gradients():
     grads = jax.grad(lambda x: losses.sdar_loss(x, noisy).total)(logits)
     assert not np.asarray(grads).any()
     assert float(ops.mean_value(losses.sdar_loss(logits, noisy))) == 0
+
+
+def test_semi_ar_has_no_weights_and_divides_by_the_padded_length_of_trained_rows():
+    logits = np.log([[[0.5, 0.25, 0.25], [0.1, 0.2, 0.7]], [[0.2, 0.2, 0.6], [1 / 3] * 3]] * 2)
+    masked = [[1, 0], [1, 1], [1, 1], [0, 0]]
+    eligible = [[1, 1], [1, 0], [0, 0], [1, 1]]  # row 2 shows masks that it does not train
+    noisy = noisy_of(masked, np.full((4, 2), 0.5), eligible, [[0, 2], [2, 1]] * 2)
+    loss = losses.semi_ar_loss(jnp.asarray(logits), noisy)
+    np.testing.assert_allclose(loss.total, -(np.log(0.5) + np.log(0.6)), rtol=1e-5)
+    assert float(loss.count) == 2 * 2
+
+
+@pytest.mark.parametrize("weighting", ["weighted", "uniform"])
+def test_the_weights_of_the_masks_are_normalised(weighting):
+    logits = np.log([[[0.5, 0.25, 0.25], [0.1, 0.2, 0.7]], [[0.2, 0.2, 0.6], [1 / 3] * 3]])
+    noisy = noisy_of(
+        [[1, 0], [1, 1]], [[0.5, 0.5], [0.25, 0.75]], [[1, 1], [1, 1]], [[0, 2], [2, 1]]
+    )
+    loss = losses.mlm_loss(jnp.asarray(logits), noisy, weighting=weighting)
+    weights = np.array([2, 4, 4 / 3]) if weighting == "weighted" else np.ones(3)
+    expected = np.average(-np.log([0.5, 0.6, 1 / 3]), weights=weights)
+    np.testing.assert_allclose(ops.mean_value(loss), expected, rtol=1e-5)
+    np.testing.assert_allclose(loss.count, weights.sum(), rtol=1e-5)
+
+
+def test_without_a_mask_the_mlm_loss_is_0_and_its_gradient_finite():
+    noisy = noisy_of(np.zeros((2, 3)), np.ones((2, 3)), np.ones((2, 3)), np.zeros((2, 3)))
+    value = lambda x: ops.mean_value(losses.mlm_loss(x, noisy, weighting="weighted"))  # noqa: E731
+    loss, grads = jax.value_and_grad(value)(jnp.zeros((2, 3, 5)))
+    assert float(loss) == 0
+    assert not np.asarray(grads).any()
+
+
+def test_the_next_token_loss_weighs_what_it_is_told():
+    mlm, ar = Mean(jnp.array(6.0), jnp.array(2.0)), Mean(jnp.array(5.0), jnp.array(10.0))
+    for weight, expected in ((1.0, (3 + 0.5) / 2), (0.5, (3 + 0.25) / 1.5)):
+        loss = losses.wedlm_loss(mlm, ar, ar_weight=weight)
+        np.testing.assert_allclose(ops.mean_value(loss), expected, rtol=1e-6)
 
 
 def training_logits(params, tokens_BL, noisy_BL, length_B):

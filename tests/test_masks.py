@@ -63,3 +63,19 @@ def test_block_length_1_is_the_causal_mask_and_one_large_block_sees_everything()
 def test_blocks_are_counted_from_position_0():
     positions = jnp.array([[2, 3, 4, 5, 8]])
     np.testing.assert_array_equal(masks.order(positions, block_length=4), [[0, 0, 1, 1, 2]])
+
+
+def test_with_slots_each_copy_is_causal_inside_its_blocks():
+    """WeDLM's rule pair by pair; slots need not follow the positions."""
+    rows = [packed_row([5, 6], block=4, pad=3, noisy_half=True)]
+    rows += [packed_row([9, 1, 2], block=4, pad=2, noisy_half=True)]
+    slots = np.stack([np.random.default_rng(seed).permutation(len(rows[0])) for seed in (0, 1)])
+    sight = sight_of(rows).replace(slot=jnp.asarray(slots))
+    seen = np.asarray(masks.visible(sight, sight))
+    for row, (q, k) in itertools.product(range(2), np.ndindex(*seen.shape[1:])):
+        (q_segment, q_block, q_noisy), (k_segment, k_block, k_noisy) = rows[row][q], rows[row][k]
+        together = (q_segment, q_block, q_noisy) == (k_segment, k_block, k_noisy)
+        before = not k_noisy and k_block < q_block
+        allowed = (together and slots[row, k] <= slots[row, q]) or before
+        expected = k_segment > 0 and q_segment == k_segment and allowed
+        assert seen[row, q, k] == expected, (row, q, k)

@@ -97,6 +97,27 @@ def test_circle_on_eight_devices(circle: Circle, cache: Path, tmp_path: Path, me
             np.testing.assert_allclose(left, right, rtol=2e-3, atol=2e-4)
 
 
+SYSTEMS = {"semi-ar": {"diffusion", "diffusion_static"}, "wedlm": {"diffusion"}}
+
+
+@pytest.mark.parametrize("objective", SYSTEMS)
+def test_a_world_of_another_objective_is_trained_and_answers(
+    circle: Circle, cache: Path, tmp_path: Path, objective: str
+):
+    copy_inputs(circle, tmp_path, "data", "tokenizer.json")
+    chosen = [f"--config.world.objective={objective}"]
+    run([*TRAINED["world_diffusion"], *chosen], tmp_path, environment(1, cache))
+    first, last = metrics_without_times(tmp_path / "world_diffusion")
+    assert last["dev_loss"] < first["dev_loss"]
+    assert ("ar_loss" in last) == (objective == "wedlm")
+    run(["evaluate", "--what=world", *chosen], tmp_path, environment(1, cache))
+    world = json.loads((tmp_path / "evaluate" / "world.json").read_text())
+    assert world["systems"].keys() == SYSTEMS[objective]
+    assert ("window" in world["settings"]) == (objective == "wedlm")
+    samples = (tmp_path / "evaluate" / "world_samples.jsonl").read_text().splitlines()
+    assert any(json.loads(sample)["tokens"] for sample in samples)
+
+
 def processes_of(workdir: Path) -> list[str]:
     """Command lines of the living processes that were started for this workdir."""
     found = []

@@ -49,6 +49,42 @@ def squares(weights, piece):
     }
 
 
+def two_means(weights, piece):
+    """squares, and half the mean of w x over other places, with a count of its own."""
+    first, metrics = squares(weights, piece)
+    second = ops.masked_mean(0.5 * weights["w"] * piece["x"], ~piece["counted"])
+    parts = zip((first.total, first.count), (second.total, second.count), strict=True)
+    return Mean(*(jnp.stack(part) for part in parts)), metrics
+
+
+def test_the_means_of_a_loss_are_divided_by_their_own_counts_over_all_pieces():
+    x, counted = jnp.array([1.0, 2.0, 4.0, 9.0, 5.0, 3.0]), jnp.arange(6) % 3 > 0
+    expected = jax.grad(lambda w: ops.mean_value(two_means(w, {"x": x, "counted": counted})[0]))
+    weights = {"w": jnp.array(0.5)}
+    for shape in ((1, 6), (2, 3), (3, 2), (6, 1)):  # with uneven counts, or none, in a piece
+        pieces = {"x": x.reshape(shape), "counted": counted.reshape(shape)}
+        gradients = jax.jit(partial(state.gradients, two_means))
+        grads, loss, _ = gradients(weights, pieces)
+        np.testing.assert_allclose(grads["w"], expected(weights)["w"], rtol=1e-6)
+        np.testing.assert_allclose(
+            ops.mean_value(loss), np.mean((0.5 - x[counted]) ** 2) + 0.25 * x[~counted].mean()
+        )
+
+
+def test_counting_first_leaves_no_forward_pass_in_the_program():
+    pieces = {"x": jnp.ones((2, 3)), "counted": jnp.ones((2, 3), bool)}
+
+    def costly(weights, piece):
+        waves = jnp.cos(weights["w"] * piece["x"])
+        means = (ops.masked_mean(waves, piece["counted"]), ops.masked_mean(waves, piece["x"] > 0))
+        return jax.tree.map(lambda *x: jnp.stack(x), *means), {}
+
+    arguments = ({"w": jnp.array(0.5)}, pieces)
+    program = lambda function: jax.jit(function).lower(*arguments).compile().as_text()  # noqa: E731
+    assert "cosine" in program(costly)
+    assert "cosine" not in program(partial(state.shares, costly))
+
+
 def test_an_update_moves_against_the_gradient_of_the_overall_mean():
     pieces = {
         "x": jnp.array([[1.0, 2.0], [4.0, 9.0]]),

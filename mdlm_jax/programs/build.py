@@ -1,4 +1,4 @@
-"""Config -> mesh, models, losses and speakers. The one place where the libraries meet."""
+"""Config -> mesh, models and speakers."""
 
 import dataclasses
 import pathlib
@@ -12,11 +12,11 @@ from ml_collections import ConfigDict
 from mdlm_jax import check, ops, sampling
 from mdlm_jax import context as ctx
 from mdlm_jax.autoregressive import decode, score
-from mdlm_jax.diffusion import corrupt, denoise, losses
+from mdlm_jax.diffusion import denoise, stream
 from mdlm_jax.models import masks, transformer
 from mdlm_jax.models.config import ModelConfig
 from mdlm_jax.rl import reward, rollout
-from mdlm_jax.structs import Context, Mean, Message, Speaker, TokenBatch
+from mdlm_jax.structs import Context, Generation, Message, Speaker
 from mdlm_jax.tokens import batches, tokenizer
 from mdlm_jax.tokens.tokenizer import Specials, Tokenizer
 from mdlm_jax.train import checkpoint, mesh
@@ -31,7 +31,7 @@ class Model:
 
     config: ModelConfig
     words: int  # ids of the tokenizer; the model's vocabulary may be padded beyond them
-    order_length: int  # block length of the mask; 1 = causal
+    order_length: int  # block length of the text, and of the mask; 1 = causal
     by_slot: bool = False  # causal in the order of the window, wherever its tokens stand (WeDLM)
 
     def hidden(self, params: dict, tokens_BW, positions_BW, live_BW, cache=None, cached_B=None):
@@ -54,19 +54,28 @@ class Model:
         return module.apply({"params": params}, hidden, method="unembed")
 
 
-def model(shape: ConfigDict, *, vocab_size: int, order_length: int) -> Model:
+def model(shape: ConfigDict, *, vocab_size: int, order_length: int, by_slot: bool = False) -> Model:
     """The model of `config.world.model` or `config.policy.model`.
 
     Its vocabulary is rounded up, so that it can be split over the tensor axis of any usual mesh.
     """
     padded = -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-    return Model(ModelConfig(vocab_size=padded, **shape), vocab_size, order_length)
+    return Model(ModelConfig(vocab_size=padded, **shape), vocab_size, order_length, by_slot)
 
 
 def world_model(config: ConfigDict, vocab_size: int) -> Model:
     """The world's model: block-causal for diffusion, causal for the autoregressive baseline."""
-    order_length = config.world.block_length if config.world.kind == "diffusion" else 1
-    return model(config.world.model, vocab_size=vocab_size, order_length=order_length)
+    return model(
+        config.world.model,
+        vocab_size=vocab_size,
+        order_length=config.world.block_length if config.world.kind == "diffusion" else 1,
+        by_slot=is_streamed(config),
+    )
+
+
+def is_streamed(config: ConfigDict) -> bool:
+    """Whether the world writes by a sliding window, as WeDLM does, and not by blocks."""
+    return config.world.kind == "diffusion" and config.world.objective == "wedlm"
 
 
 def policy_model(config: ConfigDict, vocab_size: int) -> Model:
@@ -141,50 +150,6 @@ def rollout_shardings(model: Model, on: jax.sharding.Mesh) -> dict:
     return jax.tree.map(lambda s: s.sharding, abstract_params(model, on, layout="rollout"))
 
 
-# ---- losses: (params, (key, TokenBatch)) -> (Mean, metrics) ----------------------------------
-
-
-def diffusion_loss(model: Model, special: Specials, *, eps: float, segments: int) -> Callable:
-    """SDAR's training loss on [clean | noisy answer blocks]."""
-
-    def loss(params: dict, piece: tuple[jax.Array, TokenBatch]) -> tuple[Mean, dict]:
-        key, batch = piece
-        noisy = corrupt.corrupt(key, batch, mask_id=special.mask, eps=eps, segments=segments)
-        both = lambda a_BL, b_BM: jnp.concatenate([a_BL, b_BM], axis=1)  # noqa: E731
-        length = batch.tokens.shape[1]
-        positions = both(batch.position, noisy.position)  # i32[B, L + M]
-        sight = masks.Sight(
-            segment=both(batch.segment, noisy.segment),
-            order=masks.order(positions, block_length=model.order_length),
-            noisy=both(jnp.zeros_like(batch.loss_mask), jnp.ones_like(noisy.masked)),
-            prefix=length,
-            ahead=model.order_length - 1,
-        )
-        hidden = model.train_hidden(params, both(batch.tokens, noisy.tokens), positions, sight)
-        logits_BMV = model.unembed(params, hidden[:, length:])
-        return losses.sdar_loss(logits_BMV, noisy), {}
-
-    return loss
-
-
-def autoregressive_loss(model: Model, special: Specials, **_) -> Callable:
-    """Next-token loss on the same rows; also the policy's behaviour cloning."""
-    del special
-
-    def loss(params: dict, piece: tuple[jax.Array, TokenBatch]) -> tuple[Mean, dict]:
-        _, batch = piece
-        order = masks.order(batch.position, block_length=1)
-        noisy = jnp.zeros_like(batch.loss_mask)
-        sight = masks.Sight(batch.segment, order, noisy, prefix=batch.tokens.shape[1])
-        hidden = model.train_hidden(params, batch.tokens, batch.position, sight)
-        return score.next_token_loss(model.unembed(params, hidden), batch), {}
-
-    return loss
-
-
-LOSSES = {"diffusion": diffusion_loss, "autoregressive": autoregressive_loss}
-
-
 # ---- speakers --------------------------------------------------------------------------------
 
 
@@ -224,12 +189,9 @@ def diffusion_speaker(
 ) -> Speaker:
     """Writes by unmasking blocks in parallel."""
     block = model.order_length
-    others = (special.pad, special.mask, special.system, special.end, *special.statuses)
-    # Padding may be chosen: behind the stop token it is what the model was taught to write.
-    forbidden = tuple(i for i in others if i not in stop_ids and i != special.pad)
     write = partial(
         denoise.generate,
-        step_fn(model, forbidden),
+        step_fn(model, forbidden_while_unmasking(special, stop_ids)),
         plan=denoise.Plan(
             strategy=world.strategy,
             block=block,
@@ -250,6 +212,45 @@ def diffusion_speaker(
         slot=world.slot,
         pad_id=special.pad,
     )
+
+
+def stream_speaker(
+    model: Model, special: Specials, *, stop_ids: tuple[int, ...], world: ConfigDict
+) -> Speaker:
+    """Writes by a window that slides as its first places are filled."""
+    block = model.order_length
+    step = step_fn(model, forbidden_while_unmasking(special, stop_ids))
+    plan = stream.Plan(
+        window=world.stream.window,
+        max_tokens=world.max_tokens,
+        mask_id=special.mask,
+        threshold=world.stream.threshold,
+        penalty=world.stream.penalty,
+        temperature=world.temperature,
+        stop_ids=stop_ids,
+    )
+
+    def write(params: dict, keys_B, context: Context, active_B) -> tuple[Generation, Context]:
+        said, context = stream.generate(step, params, keys_B, context, active_B, plan=plan)
+        # In training, too, a turn is filled up to a block border. It is read with the next one.
+        return said, ctx.align(context, block=block, pad_id=special.pad)
+
+    return speaker(
+        model,
+        write,
+        pending=block - 1,
+        settled=lambda n_B: n_B,
+        slot=world.slot,
+        pad_id=special.pad,
+    )
+
+
+def forbidden_while_unmasking(special: Specials, stop_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """Special tokens that a diffusion world never writes.
+
+    Padding is not among them: behind the stop token it is what the model was taught to write.
+    """
+    return tuple(i for i in forbidden_ids(special, stop_ids) if i != special.pad)
 
 
 def autoregressive_speaker(
@@ -288,7 +289,8 @@ def world_speaker(config: ConfigDict, model: Model, special: Specials) -> Speake
     """The world, whichever kind it is."""
     world = config.world
     if world.kind == "diffusion":
-        return diffusion_speaker(model, special, stop_ids=special.statuses, world=world)
+        make = stream_speaker if is_streamed(config) else diffusion_speaker
+        return make(model, special, stop_ids=special.statuses, world=world)
     return autoregressive_speaker(
         model,
         special,

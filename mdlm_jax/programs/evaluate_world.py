@@ -32,7 +32,7 @@ def world(config: ConfigDict, workdir: pathlib.Path) -> None:
     with check.user_errors():
         train, test = (sft.read_file(workdir / "data" / f"{n}.jsonl") for n in ("train", "test"))
     samples = test_samples(config, test, known=collect.starts_of(train))
-    names = [name for name, (kind, _) in SYSTEMS.items() if (workdir / f"world_{kind}").exists()]
+    names = [name for name in systems_of(config) if trained(workdir, name)]
     if not names:
         raise check.UserError(
             f"no world model in {workdir}; `python -m mdlm_jax sft --what=world` makes one"
@@ -45,20 +45,32 @@ def world(config: ConfigDict, workdir: pathlib.Path) -> None:
         lines += [
             sample_line(name, *pair, words, config) for pair in zip(samples, answers, strict=True)
         ]
-    settings = {
-        "samples": len(samples),
-        "fold": "test",
-        "strategy": config.world.strategy,
-        "threshold": config.world.threshold,
-        "block_length": config.world.block_length,
-        "denoising_steps": config.world.denoising_steps,
-        "temperature": config.world.temperature,
-    }
+    settings = {"samples": len(samples), "fold": "test", **decoding(config)}
     files.write_lines(workdir / "evaluate" / "world_samples.jsonl", lines)
     files.write_json(
         workdir / "evaluate" / "world.json", {"settings": settings, "systems": systems}
     )
     print(world_table(systems))
+
+
+def systems_of(config: ConfigDict) -> list[str]:
+    """The systems that differ: a stream has no strategy to change."""
+    one_strategy = config.world.objective == "wedlm"
+    return [name for name, (_, strategy) in SYSTEMS.items() if not (one_strategy and strategy)]
+
+
+def trained(workdir: pathlib.Path, name: str) -> bool:
+    """Whether the system's world is there."""
+    return (workdir / f"world_{SYSTEMS[name][0]}").exists()
+
+
+def decoding(config: ConfigDict) -> dict:
+    """How the diffusion world writes, as the report prints it."""
+    names = ("strategy", "threshold", "block_length", "denoising_steps")
+    plan = {name: config.world[name] for name in names}
+    if config.world.objective == "wedlm":
+        plan = {"objective": "wedlm", **config.world.stream.to_dict()}
+    return plan | {"temperature": config.world.temperature}
 
 
 def system_config(config: ConfigDict, name: str) -> ConfigDict:

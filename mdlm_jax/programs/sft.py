@@ -2,8 +2,8 @@
 
 Diffusion follows SDAR's supervised fine-tuning (one masking rate per episode, 1/p weights, clean
 and noisy halves), from scratch, with the noisy half cut down to the blocks that hold an
-observation. The autoregressive world and the policy are trained by next-token prediction of their
-own turns.
+observation; `world.objective` chooses another one. The autoregressive world and the policy are
+trained by next-token prediction of their own turns.
 """
 
 import pathlib
@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 
 from mdlm_jax import check, ops
 from mdlm_jax.envs.base import FOLDS
-from mdlm_jax.programs import build, files
+from mdlm_jax.programs import build, files, objectives
 from mdlm_jax.structs import Mean, TokenBatch, TrainState
 from mdlm_jax.tokens import batches, tokenizer
 from mdlm_jax.tokens import trajectory as tj
@@ -208,12 +208,16 @@ def recipe(config: ConfigDict, what: str, words: tokenizer.Tokenizer):
     """The model, its loss (waiting for the number of segments), and how an episode is written."""
     if what == "policy":
         model = build.policy_model(config, words.vocab_size)
-        loss = partial(build.autoregressive_loss, model, words.special)
-        return model, loss, partial(batches.policy_episode, words)
+        loss = objectives.autoregressive(model)
+        return model, lambda **_: loss, partial(batches.policy_episode, words)
     model = build.world_model(config, words.vocab_size)
-    loss = partial(build.LOSSES[config.world.kind], model, words.special, eps=config.sft.mask_eps)
+    loss = partial(objectives.world, config, model, words.special)
     encode = partial(
-        batches.world_episode, words, block_length=model.order_length, slot=config.world.slot
+        batches.world_episode,
+        words,
+        block_length=model.order_length,
+        slot=config.world.slot,
+        end_tokens=config.sft.end_tokens,
     )
     return model, loss, encode
 
@@ -290,10 +294,10 @@ def fingerprint(config: ConfigDict, workdir: pathlib.Path, what: str) -> dict:
     data = {name: files.digest(path) for name, path in files_of(workdir, what).items()}
     side = {"world": config.world, "policy": config.policy}[what].to_dict()
     if what == "world":
-        side = {name: side[name] for name in ("kind", "block_length", "slot", "model")}
+        side = {n: side[n] for n in ("kind", "objective", "block_length", "slot", "model")}
     else:
         side = {"model": side["model"]}
     plan = config.sft[what].to_dict()
-    shared = {name: config.sft[name] for name in ("mask_eps", "rename_below")}
+    shared = {name: value for name, value in config.sft.items() if name not in SOURCES}
     whole = {"seed": config.seed, **shared, "data": data}
     return whole | {"tokenizer": config.tokenizer.to_dict(), what: side, "sft": plan}

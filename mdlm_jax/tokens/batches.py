@@ -52,14 +52,20 @@ def observation_ids(tokenizer: Tokenizer, observation: str, status: str) -> list
 
 
 def world_episode(
-    tokenizer: Tokenizer, record: tj.Trajectory, *, block_length: int, slot: int
+    tokenizer: Tokenizer,
+    record: tj.Trajectory,
+    *,
+    block_length: int,
+    slot: int,
+    end_tokens: int = 1,
 ) -> Episode:
     """Prompt with the hidden state, then the turns; observations are trained.
 
     What the world reads (prompt, actions) is filled up to whole slots, so that an answer always
     begins the same distance behind its action: "take the coin" is copied by looking a fixed way
     back. Each observation is filled up with trained padding to a whole block, as SDAR does with a
-    sample, so that the next turn starts at a block border here as in generation.
+    sample, so that the next turn starts at a block border here as in generation. The last status
+    is written `end_tokens` times, as WeDLM does it: so a model learns what lies behind an end.
     """
     pad = tokenizer.special.pad
     writer = Writer()
@@ -67,7 +73,9 @@ def world_episode(
     writer.add(filled(prompt, slot, pad), trained=False)
     for turn in record.turns:
         writer.add(filled(action_ids(tokenizer, turn.action), slot, pad), trained=False)
-        writer.add(observation_ids(tokenizer, turn.observation, turn.status), trained=True)
+        told = observation_ids(tokenizer, turn.observation, turn.status)
+        ends = end_tokens if turn is record.turns[-1] else 1
+        writer.add([*told, *told[-1:] * (ends - 1)], trained=True)
         writer.add([pad] * (-len(writer.tokens) % block_length), trained=True)
     return writer.episode()
 

@@ -83,12 +83,15 @@ def create(params: dict, optimizer: optax.GradientTransformation) -> TrainState:
 def gradients(loss_fn: Callable, params: dict, pieces: object) -> tuple[dict, Mean, dict]:
     """Gradient of total / count over micro-batches, divided once at the end.
 
-    `loss_fn(params, piece) -> (Mean, metrics: dict of Mean)`; `pieces` have a leading axis.
+    `loss_fn(params, piece) -> (Mean, metrics: dict of Mean)`; `pieces` have a leading axis. The
+    counts must not depend on the parameters. Where the loss is the sum of several means, one
+    backward pass serves them all: their gradients are added in the right shares at once.
     """
+    share = shares(loss_fn, params, pieces)
 
     def total(params, piece):
         loss, metrics = loss_fn(params, piece)
-        return loss.total, (loss, metrics)
+        return jnp.sum(share * loss.total), (loss, metrics)
 
     def add(sums, piece):
         grads, (loss, metrics) = jax.grad(total, has_aux=True)(params, piece)
@@ -98,8 +101,25 @@ def gradients(loss_fn: Callable, params: dict, pieces: object) -> tuple[dict, Me
     shapes = (params, *jax.eval_shape(loss_fn, params, first))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     (grads, loss, metrics), _ = jax.lax.scan(add, zeros, pieces)
-    scale = 1.0 / jnp.maximum(loss.count, 1.0)
+    scale = 1.0 / jnp.maximum(jnp.max(loss.count), 1.0)
     return jax.tree.map(lambda g: g * scale, grads), loss, metrics
+
+
+def shares(loss_fn: Callable, params: dict, pieces: object) -> jax.Array | float:
+    """What each of a loss's totals weighs, f32[K], when all are divided by the largest count.
+
+    Only the counts of all pieces are asked for, so no forward pass is left in the compiled program.
+    """
+
+    def add(count, piece):
+        return count + loss_fn(params, piece)[0].count, None
+
+    first = jax.tree.map(lambda x: x[0], pieces)
+    shape = jax.eval_shape(loss_fn, params, first)[0].count
+    if not shape.shape:
+        return 1.0
+    count, _ = jax.lax.scan(add, jnp.zeros(shape.shape, shape.dtype), pieces)
+    return jnp.max(count) / jnp.maximum(count, 1.0)
 
 
 def update(
