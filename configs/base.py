@@ -47,14 +47,14 @@ def get_config() -> ConfigDict:
     world.temperature = 0.0  # 0 = greedy
     world.max_tokens = 48  # per observation
     world.prompt = 112  # tokens of the prompt, at most
-    world.context = 384  # tokens of prompt and turns together
+    world.context = 256  # tokens of prompt and turns together
     world.model = model(width=192, layers=4, heads=3, mlp=512)
 
     policy = config.policy = ConfigDict()
     policy.temperature = 1.0  # while rolling out
-    policy.max_tokens = 16  # per action
+    policy.max_tokens = 8  # per action
     policy.prompt = 48  # tokens of the prompt, at most
-    policy.context = 256  # tokens of prompt and turns together
+    policy.context = 192  # tokens of prompt and turns together
     policy.model = model(width=128, layers=4, heads=2, mlp=384)
 
     sft = config.sft = ConfigDict()
@@ -92,19 +92,20 @@ def get_config() -> ConfigDict:
     rollout.turns = 8  # at most; <= env.turns
 
     grpo = config.grpo = ConfigDict()
-    grpo.steps = 30  # rollouts, each followed by one update
-    grpo.learning_rate = 3e-4
+    grpo.steps = 50  # rollouts, each followed by one update
+    grpo.learning_rate = 1e-4
     grpo.clip_norm = 1.0
     grpo.loss_type = "dapo"  # a key of rl.loss.LOSS_TYPES (TRL's names)
     grpo.epsilon = 0.2  # lower clip
     grpo.epsilon_high = 0.28  # upper clip
+    grpo.discount = 0.95  # what a success is worth with every turn that it comes later
     grpo.scale_rewards = "group"  # or "batch", "none"
     grpo.rename = 0.5  # share of the tasks dreamed with other content words (train/augment.py)
     grpo.num_iterations = 1  # updates per rollout
     grpo.micro_rows = 16  # rows per gradient piece; never changes the result
     grpo.save_every = 10  # steps between checkpoints
     grpo.eval_every = 10  # steps between plays of the real dev games
-    grpo.eval_games = 48  # of them; the parameters that do best there are kept
+    grpo.eval_games = 100  # of them; the parameters that do best there are kept
 
     evaluate = config.evaluate = ConfigDict()
     evaluate.rows = 64  # generated together

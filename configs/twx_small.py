@@ -23,8 +23,8 @@ def get_config() -> ConfigDict:
     config.collect.train_episodes = 10_000
     config.collect.expert_episodes = 40
     config.world.model = base["model"](width=256, layers=4, heads=4, mlp=704)
-    config.world.context = 448
-    config.policy.context = 320
+    config.world.context = 320
+    config.policy.context = 256
     config.sft.world.steps = 4000
     config.sft.world.rows = 4
     config.rollout.turns = 10

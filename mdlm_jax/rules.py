@@ -195,6 +195,7 @@ _CIRCLE_RULES = {
     "grpo.loss_type": _one_of(*LOSS_TYPES),
     "grpo.epsilon": BELOW_ONE,
     "grpo.epsilon_high": NOT_NEGATIVE,
+    "grpo.discount": SHARE,
     "grpo.scale_rewards": _one_of(*SCALE_REWARDS),
     "grpo.rename": SHARE,
     "grpo.num_iterations": COUNT,

@@ -22,7 +22,7 @@ from mdlm_jax.tokens.tokenizer import Specials, Tokenizer
 from mdlm_jax.train import checkpoint, mesh
 
 VOCAB_MULTIPLE = 64
-READ_CHUNK = 32  # tokens; most turns are shorter
+READ_CHUNK = 8  # tokens of a turn that are read at once; many turns are no longer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -386,5 +386,6 @@ def play_fn(
         judge(special),
         group=group,
         turns=turns,
+        discount=config.grpo.discount,
     )
     return jax.jit(loop, donate_argnums=(4,))
