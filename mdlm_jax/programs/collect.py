@@ -354,9 +354,14 @@ def _table(episodes: dict[str, list[Trajectory]]) -> str:
     return "\n".join([*lines, *_sample(episodes["train"])])
 
 
+def start_of(game: Scene | Start) -> tuple[str, str]:
+    """What tells games apart: hidden state and goal."""
+    return game.state, game.goal
+
+
 def starts_of(episodes: Iterable[Trajectory]) -> set[tuple[str, str]]:
-    """The distinct games among the episodes, by hidden state and goal."""
-    return {(episode.scene.state, episode.scene.goal) for episode in episodes}
+    """The distinct games among the episodes."""
+    return {start_of(episode.scene) for episode in episodes}
 
 
 def _row(name: str, episodes: list[Trajectory]) -> str:

@@ -86,7 +86,7 @@ def test_samples(
     config: ConfigDict, records: Sequence[tj.Trajectory], *, known: Set[tuple[str, str]]
 ) -> list[tuple]:
     """(episode, turn number) pairs of games that are not `known`, in an order the seed fixes."""
-    new = [record for record in records if not collect.starts_of([record]) <= known]
+    new = [record for record in records if collect.start_of(record.scene) not in known]
     if not new:
         raise check.UserError(play.NOTHING_NEW.format(fold="test"))
     pairs = [(record, turn) for record in new for turn in range(len(record.turns))]

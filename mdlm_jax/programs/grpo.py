@@ -172,7 +172,7 @@ class RealDev:
 
 def distinct_scenes(records: list[tj.Trajectory]) -> list[tj.Scene]:
     """Every training game once, in the order of the file."""
-    return list({(r.scene.state, r.scene.goal): r.scene for r in records}.values())
+    return list({collect.start_of(r.scene): r.scene for r in records}.values())
 
 
 def sample(scenes: list[tj.Scene], config: ConfigDict, step: int) -> list[tj.Scene]:

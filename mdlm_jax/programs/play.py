@@ -11,7 +11,7 @@ from mdlm_jax import check
 from mdlm_jax.envs import pool
 from mdlm_jax.envs.base import Start, Step
 from mdlm_jax.programs import build
-from mdlm_jax.programs.collect import env_errors, games_of, scene_of
+from mdlm_jax.programs.collect import env_errors, games_of, scene_of, start_of
 from mdlm_jax.rl import rollout
 from mdlm_jax.structs import Message, Rollout, Tasks
 from mdlm_jax.tokens import batches
@@ -155,8 +155,8 @@ class Stage:
         for first in range(0, games * SEEDS_PER_GAME, self.rows):
             wanted = games_of(self.config, fold, range(first, first + self.rows))
             for start in self._call(self.pool.reset, list(range(self.rows)), wanted):
-                if (start.state, start.goal) not in known:
-                    found.setdefault((start.state, start.goal), start)
+                if start_of(start) not in known:
+                    found.setdefault(start_of(start), start)
             if len(found) >= games:
                 break
         starts = list(found.values())[:games]

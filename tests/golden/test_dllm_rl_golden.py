@@ -142,6 +142,13 @@ def loss_and_logprobs(rows: Rows, noisy: Noisy, row_R: np.ndarray) -> tuple:
     return run(rows.case.params)
 
 
+def check_loss(case: Case, name: str, rows: Rows, noisy: corrupt.Noisy, row_R: np.ndarray) -> None:
+    """The loss is that of both golden files."""
+    loss, _ = loss_and_logprobs(rows, noisy, row_R)
+    np.testing.assert_allclose(loss, rows["loss"], rtol=1e-5, err_msg=name)
+    np.testing.assert_allclose(loss, case.facts["train_losses"][name], rtol=1e-5)
+
+
 @sdar
 def test_semi_ar(case: Case):
     """What was masked is taken from the golden: padding is masked, too, and never trained."""
@@ -153,9 +160,7 @@ def test_semi_ar(case: Case):
         masked = jnp.asarray(shown == case.facts["mask_token_id"])
         noisy = corrupt.hide(copy, masked, copy.rate, mask_id=case.facts["mask_token_id"])
         check_rows(rows, noisy, row_R)
-        loss, _ = loss_and_logprobs(rows, noisy, row_R)
-        np.testing.assert_allclose(loss, rows["loss"], rtol=1e-5, err_msg=name)
-        np.testing.assert_allclose(loss, case.facts["train_losses"][name], rtol=1e-5)
+        check_loss(case, name, rows, noisy, row_R)
 
 
 @sdar
@@ -165,9 +170,7 @@ def test_trace(case: Case):
         rows = Rows(case, name)
         noisy, row_R = rounds_of(rows)
         check_rows(rows, noisy, row_R)
-        loss, _ = loss_and_logprobs(rows, noisy, row_R)
-        np.testing.assert_allclose(loss, rows["loss"], rtol=1e-5, err_msg=name)
-        np.testing.assert_allclose(loss, case.facts["train_losses"][name], rtol=1e-5)
+        check_loss(case, name, rows, noisy, row_R)
 
 
 @sdar
