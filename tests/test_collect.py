@@ -23,13 +23,14 @@ from mdlm_jax.tokens import trajectory as records
 
 ROOT = pathlib.Path(__file__).parent.parent
 FILES = ("train", "dev", "test", "expert")
+TWC = "twc:numLocations=1,numItemsToPutAway=1,includeDoors=0,limitInventorySize=0"
 COIN = "coin:numLocations=2,numDistractorItems=0,includeDoors=0,limitInventorySize=0"
 
 
 def small(train: int = 150, workers: int = 1, games: tuple[str, ...] = ()):
     config = get_config()
     config.env.workers = workers
-    config.env.games = (*config.env.games, COIN, *games)
+    config.env.games = (TWC, COIN, *games)
     config.collect.train_episodes = train
     config.collect.dev_episodes = config.collect.test_episodes = 6
     config.collect.expert_episodes = 5

@@ -29,3 +29,10 @@ def test_the_status_is_the_last_token_of_a_finished_observation():
     np.testing.assert_array_equal(verdict.success, [True, False, False, False, False])
     np.testing.assert_array_equal(verdict.ended, [True, False, False, True, False])
     np.testing.assert_array_equal(verdict.reward, [1, 0, 0, 0, 0])
+
+
+def test_a_reward_counts_less_with_every_turn_before_it():
+    rewards, turns = jnp.array([1.0, 1.0, 0.0, 0.0]), jnp.array([1, 3, 3, 0])
+    told = reward.discounted(rewards, turns, discount=0.5)
+    np.testing.assert_allclose(told, [1.0, 0.25, 0.0, 0.0])
+    np.testing.assert_array_equal(reward.discounted(rewards, turns, discount=1.0), rewards)

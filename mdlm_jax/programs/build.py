@@ -386,6 +386,5 @@ def play_fn(
         judge(special),
         group=group,
         turns=turns,
-        discount=config.grpo.discount,
     )
     return jax.jit(loop, donate_argnums=(4,))

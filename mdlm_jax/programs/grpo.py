@@ -22,7 +22,7 @@ from ml_collections import ConfigDict
 
 from mdlm_jax import check, ops
 from mdlm_jax.programs import build, collect, files, play, sft
-from mdlm_jax.rl import advantage, loss
+from mdlm_jax.rl import advantage, loss, reward
 from mdlm_jax.structs import Mean, Rollout, TrainState
 from mdlm_jax.tokens import trajectory as tj
 from mdlm_jax.tokens.tokenizer import Tokenizer
@@ -198,7 +198,10 @@ def learn(
     """Rewards -> advantages -> `num_iterations` clipped updates; metrics under TRL's names."""
     plan = config.grpo
     advantages_B, group_metrics = advantage.group_advantage(
-        played.reward, group=config.rollout.group, scale=plan.scale_rewards, valid_B=~played.invalid
+        reward.discounted(played.reward, played.turns, discount=plan.discount),
+        group=config.rollout.group,
+        scale=plan.scale_rewards,
+        valid_B=~played.invalid,
     )
     mask_BL = played.action_mask & ~played.invalid[:, None]
     rows = Piece(

@@ -23,3 +23,8 @@ def status_judge(observation: Generation, *, solved_id: int, failed_id: int) -> 
     solved_B = observation.stopped & (status_B == solved_id)
     failed_B = observation.stopped & (status_B == failed_id)
     return Verdict(solved_B, solved_B | failed_B, solved_B.astype(jnp.float32))
+
+
+def discounted(reward_B: jax.Array, turns_B: jax.Array, *, discount: float) -> jax.Array:
+    """What comes with an episode's last turn counts discount**(turns - 1): sooner is better."""
+    return reward_B * discount ** jnp.maximum(turns_B - 1, 0)

@@ -57,14 +57,12 @@ def rollout(
     *,
     group: int,
     turns: int,
-    discount: float = 1.0,
 ) -> tuple[Rollout, Memory]:
     """Plays P x `group` episodes of at most `turns` turns of a policy inside a world model.
 
     `judge(observation) -> Verdict` looks at environment turns only. A world that does not finish
     its observation makes its row invalid: no reward is invented for it. A row whose next turn no
-    longer fits a context ends as truncated. The reward of turn t = 0, 1, ... counts discount**t:
-    what is reached sooner is worth more. Each row draws from its own key, folded with the
+    longer fits a context ends as truncated. Each row draws from its own key, folded with the
     turn, so its text does not depend on its batch mates.
     """
 
@@ -79,7 +77,7 @@ def rollout(
         outcome = outcome_of(observation, verdict, played_B, ctx.room(policy))
         policy = act.read(policy_params, policy, said(observation, to=outcome.goes_on))
         play = record_action(play, action)
-        play = record_outcome(play, action, outcome, verdict, worth=discount**index)
+        play = record_outcome(play, action, outcome, verdict)
         return play.replace(memory=Memory(policy, world)), (action, observation)
 
     memory = Memory(
@@ -146,18 +144,13 @@ def record_action(play: Play, action: Generation) -> Play:
     )
 
 
-def record_outcome(
-    play: Play, action: Generation, outcome: Outcome, verdict: Verdict, *, worth: jax.Array
-) -> Play:
-    """Books the turn, whose reward counts `worth` times.
-
-    A row that stops for none of the world's reasons was cut short.
-    """
+def record_outcome(play: Play, action: Generation, outcome: Outcome, verdict: Verdict) -> Play:
+    """Books the turn. A row that stops for none of the world's reasons was cut short."""
     ended_B = outcome.answered & verdict.ended
     cut_B = play.alive & ~(outcome.goes_on | ended_B | outcome.rambled)
     forced_B = outcome.played & ~action.stopped
     return play.replace(
-        reward=play.reward + jnp.where(outcome.answered, worth * verdict.reward, 0.0),
+        reward=play.reward + jnp.where(outcome.answered, verdict.reward, 0.0),
         success=play.success | (outcome.answered & verdict.success),
         turns=play.turns + outcome.played,
         alive=outcome.goes_on,
