@@ -24,7 +24,7 @@ from mdlm_jax.tokens import trajectory as records
 ROOT = pathlib.Path(__file__).parent.parent
 FILES = ("train", "dev", "test", "expert")
 TWC = "twc:numLocations=1,numItemsToPutAway=1,includeDoors=0,limitInventorySize=0"
-COIN = "coin:numLocations=2,numDistractorItems=0,includeDoors=0,limitInventorySize=0"
+COIN = "coin:numLocations=4,numDistractorItems=1,includeDoors=0,limitInventorySize=0"
 
 
 def small(train: int = 150, workers: int = 1, games: tuple[str, ...] = ()):

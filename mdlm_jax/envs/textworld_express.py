@@ -55,15 +55,15 @@ class TextWorldExpress:
         """Starts `task`. Raises ValueError for a game, parameter or fold the engine lacks."""
         if task.game in UNSHARED and _JVM.users > 1:
             raise ValueError(f"{task.game} keeps state per JVM; use as many workers as slots")
-        state = describe(self._twin, task)
-        gold = tuple(action for action in self._twin.gold() if action not in IDLE)
+        rooms = list(_walk(self._twin, self._twin.start(task)))
+        gold = _gold(self._twin, task, rooms)
         goal = _goal(self._twin, task, gold)
         info = self._game.start(task)  # last, so that the twin can't disturb it
         self.status = _status(info)
         return Start(
             task=task,
             instruction=self._game.instruction(),
-            state=state,
+            state="\n".join(line for room in rooms for line in (room.look, *room.opened)),
             goal=goal,
             actions=GRAMMAR.get(task.game, ("VERB OBJECT", *IDLE)),
             rules=RULES,
@@ -96,13 +96,26 @@ class TextWorldExpress:
         self.close()
 
 
-def describe(twin: "_Game", task: Task) -> str:
-    """The hidden state: a line per room, in the order of a walk, and one per thing opened in it."""
-    info = twin.start(task)
-    lines = []
-    for room in _walk(twin, info):
-        lines += [room.look, *room.opened]
-    return "\n".join(lines)
+def _gold(twin: "_Game", task: Task, rooms: list["_Room"]) -> tuple[str, ...]:
+    """Actions that solve the game, the same at every call."""
+    if task.game == "coin":  # the engine's own search draws its directions anew at every call
+        return (*_way(rooms, "take coin"), "take coin")
+    return tuple(action for action in twin.gold() if action not in IDLE)
+
+
+def _way(rooms: list["_Room"], action: str) -> tuple[str, ...]:
+    """A shortest way from the first room to one where `action` is valid, its doors opened."""
+    named = {room.name: room for room in rooms}
+    ways: dict[str, tuple[str, ...]] = {rooms[0].name: ()}
+    queue = [rooms[0]]
+    for room in queue:  # breadth first; grows while it is read
+        if action in room.valid:
+            return ways[room.name]
+        for direction, there in room.exits.items():
+            if there not in ways:
+                ways[there] = (*ways[room.name], *room.through(direction))
+                queue.append(named[there])
+    raise EnvFailure(f"TextWorldExpress: {action!r} is possible in no room; report it")
 
 
 def _goal(twin: "_Game", task: Task, gold: tuple[str, ...]) -> str:
@@ -144,18 +157,27 @@ def _scores(twin: "_Game", item: str, place: str) -> bool:
 
 
 class _Room:
-    """One room of a walk: its first look, what opening things showed, actions valid after it."""
+    """One room of a walk: its first look, what opening things showed, actions valid after it.
+
+    `exits` names the room that each direction leads to; the walk fills it in.
+    """
 
     def __init__(self, twin: "_Game", info: dict[str, Any]):
         self.look = clean(info["look"] or info["observation"])
         self.name = _room_name(self.look)
+        self.exits: dict[str, str] = {}
         self.opened = []
-        tried = set()
+        tried = self._tried = set()
         while actions := [a for a in _valid(info) if a.startswith("open ") and a not in tried]:
             tried.add(actions[0])
             info = twin.step(actions[0])
             self._note(actions[0][len("open ") :], clean(info["observation"]))
         self.valid = _valid(info)
+
+    def through(self, direction: str) -> tuple[str, ...]:
+        """The actions that leave the room this way, as it was before anything was opened."""
+        door = f"open door to {direction}"
+        return (door,) * (door in self._tried) + (f"move {direction}",)
 
     def _note(self, thing: str, answer: str) -> None:
         """Keeps one line of the state, such as "open wardrobe: It's empty inside."."""
@@ -182,7 +204,8 @@ def _walk(twin: "_Game", info: dict[str, Any]) -> Iterator[_Room]:
         yield room
         for direction in (d for d in OPPOSITE if f"move {d}" in room.valid):
             there = twin.step(f"move {direction}")
-            if _room_name(clean(there["look"])) not in seen:
+            room.exits[direction] = _room_name(clean(there["look"]))
+            if room.exits[direction] not in seen:
                 yield from visit(there)
             _go_back(twin, direction, room.name)
 
