@@ -23,6 +23,7 @@ from mdlm_jax.envs.textworld_express import TextWorldExpress
 ROOT = pathlib.Path(__file__).parent.parent
 ONE_ROOM = "numLocations=1,numItemsToPutAway=1,includeDoors=0,limitInventorySize=0"
 TWO_ROOMS = "numLocations=2,numItemsToPutAway=2,includeDoors=1,limitInventorySize=0"
+THREE_ROOMS = "numLocations=3,numItemsToPutAway=3,includeDoors=1,limitInventorySize=1"
 COIN = "numLocations=4,numDistractorItems=1,includeDoors=1,limitInventorySize=0"
 
 
@@ -102,13 +103,22 @@ def test_text_is_on_one_line_and_valid_actions_are_sorted(env):
 
 
 @pytest.mark.parametrize(
-    ("game", "params"), [("twc", ONE_ROOM), ("twc", TWO_ROOMS), ("coin", COIN), ("sorting", "")]
+    ("game", "params"),
+    [
+        ("twc", ONE_ROOM),
+        ("twc", TWO_ROOMS),
+        ("twc", THREE_ROOMS),
+        ("coin", COIN),
+        ("sorting", ""),
+    ],
 )
 @pytest.mark.parametrize("fold", ["train", "test"])
 def test_gold_without_looking_around_still_solves(env, game, params, fold):
     for seed in range(8):
         task = Task(game, params, fold, seed)
-        gold = env.reset(task).gold
+        start = env.reset(task)
+        assert start == env.reset(task)  # also where the engine's own solution wanders
+        gold = start.gold
         assert not set(gold) & set(textworld_express.IDLE)
         statuses = []
         for action in gold:

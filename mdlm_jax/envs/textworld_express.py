@@ -56,8 +56,7 @@ class TextWorldExpress:
         if task.game in UNSHARED and _JVM.users > 1:
             raise ValueError(f"{task.game} keeps state per JVM; use as many workers as slots")
         rooms = list(_walk(self._twin, self._twin.start(task)))
-        gold = _gold(self._twin, task, rooms)
-        goal = _goal(self._twin, task, gold)
+        gold, goal = _solution(self._twin, task, rooms)
         info = self._game.start(task)  # last, so that the twin can't disturb it
         self.status = _status(info)
         return Start(
@@ -96,52 +95,120 @@ class TextWorldExpress:
         self.close()
 
 
-def _gold(twin: "_Game", task: Task, rooms: list["_Room"]) -> tuple[str, ...]:
-    """Actions that solve the game, the same at every call."""
-    if task.game == "coin":  # the engine's own search draws its directions anew at every call
-        return (*_way(rooms, "take coin"), "take coin")
-    return tuple(action for action in twin.gold() if action not in IDLE)
+def _solution(twin: "_Game", task: Task, rooms: list["_Room"]) -> tuple[tuple[str, ...], str]:
+    """Actions that solve the game, and what solves it as the world model is told (joined by "; ").
 
-
-def _way(rooms: list["_Room"], action: str) -> tuple[str, ...]:
-    """A shortest way from the first room to one where `action` is valid, its doors opened."""
-    named = {room.name: room for room in rooms}
-    ways: dict[str, tuple[str, ...]] = {rooms[0].name: ()}
-    queue = [rooms[0]]
-    for room in queue:  # breadth first; grows while it is read
-        if action in room.valid:
-            return ways[room.name]
-        for direction, there in room.exits.items():
-            if there not in ways:
-                ways[there] = (*ways[room.name], *room.through(direction))
-                queue.append(named[there])
-    raise EnvFailure(f"TextWorldExpress: {action!r} is possible in no room; report it")
-
-
-def _goal(twin: "_Game", task: Task, gold: tuple[str, ...]) -> str:
-    """What solves the game, as the world model is told: actions joined by "; "."""
+    Both are the same at every call. In `coin` and `twc` the engine's own solution is not: it looks
+    for things in directions drawn anew.
+    """
     if task.game == "coin":
-        return "take coin"
-    if task.game == "twc":
-        puts = [action for action in gold if action.startswith("put ")]
-        items = dict.fromkeys(put[len("put ") :].rsplit(" in ", 1)[0] for put in puts)
-        return "; ".join(f"put {item} in {_homes(twin, task, item)}" for item in items)
-    return "; ".join(gold)
+        return _plan(
+            twin, task, rooms, [("take coin", _room_with(rooms, "take coin"))]
+        ), "take coin"
+    gold = tuple(action for action in twin.gold() if action not in IDLE)
+    return _tidy(twin, task, rooms, gold) if task.game == "twc" else (gold, "; ".join(gold))
 
 
-def _homes(twin: "_Game", task: Task, item: str) -> str:
-    """Every place that scores for `item`, found by trying; the gold path names only one of them."""
+def _tidy(
+    twin: "_Game", task: Task, rooms: list["_Room"], gold: tuple[str, ...]
+) -> tuple[tuple[str, ...], str]:
+    """Every item is brought home, one after another, in the order of their names."""
+    puts = [action for action in gold if action.startswith("put ")]
+    steps, goals = [], []
+    for item in sorted({put[len("put ") :].rsplit(" in ", 1)[0] for put in puts}):
+        homes = _homes(twin, task, item)
+        place = min(homes)
+        steps.append((f"take {item}", _room_with(rooms, f"take {item}")))
+        steps.append((f"put {item} in {place}", homes[place]))
+        goals.append(f"put {item} in {' or '.join(sorted(homes))}")
+    return _plan(twin, task, rooms, steps), "; ".join(goals)
+
+
+def _plan(
+    twin: "_Game", task: Task, rooms: list["_Room"], steps: list[tuple[str, str]]
+) -> tuple[str, ...]:
+    """All actions that it takes to do each of `steps` (an action, the name of its room) in turn."""
+    walker = _Walker(twin, task, rooms)
+    for action, where in steps:
+        walker.do(action, where)
+    return tuple(walker.actions)
+
+
+class _Walker:
+    """Plays on the twin: goes shortest ways, opens what is in the way, notes what it took."""
+
+    def __init__(self, twin: "_Game", task: Task, rooms: list["_Room"]):
+        self._twin = twin
+        self._rooms = {room.name: room for room in rooms}
+        self._here = rooms[0].name
+        self._info = twin.start(task)
+        self.actions: list[str] = []
+
+    def do(self, action: str, where: str) -> None:
+        """Goes to a room and does `action` there, after opening things until it is possible."""
+        for direction in self._way(where):
+            self._move(direction)
+        while action not in (valid := _valid(self._info)):
+            closed = [
+                each for each in valid if each.startswith("open ") and " door to " not in each
+            ]
+            if not closed:
+                raise EnvFailure(f"TextWorldExpress: {action!r} is impossible in the {where}")
+            # What the action names comes first.
+            self._act(min(closed, key=lambda each: each.removeprefix("open ") not in action))
+        self._act(action)
+
+    def _way(self, where: str) -> tuple[str, ...]:
+        """The directions of a shortest way to a room."""
+        ways: dict[str, tuple[str, ...]] = {self._here: ()}
+        queue = [self._here]
+        for name in queue:  # breadth first; grows while it is read
+            for direction, there in self._rooms[name].exits.items():
+                if there not in ways:
+                    ways[there] = (*ways[name], direction)
+                    queue.append(there)
+        return ways[where]
+
+    def _move(self, direction: str) -> None:
+        there = self._rooms[self._here].exits[direction]
+        if _room_name(clean(self._twin.step(f"move {direction}")["look"])) == there:
+            self.actions.append(f"move {direction}")
+        else:
+            self._act(f"open door to {direction}")
+            self._act(f"move {direction}")
+        self._here = there
+        self._info = self._twin.step("look around")
+
+    def _act(self, action: str) -> None:
+        self._info = self._twin.step(action)
+        self.actions.append(action)
+
+
+def _room_with(rooms: list["_Room"], action: str) -> str:
+    """The name of the room where `action` is possible."""
+    for room in rooms:
+        if action in room.valid:
+            return room.name
+    raise EnvFailure(f"TextWorldExpress: {action!r} is possible in no room")
+
+
+def _homes(twin: "_Game", task: Task, item: str) -> dict[str, str]:
+    """The places that score for `item`, each with its room, found by trying.
+
+    The engine's solution names only one of them.
+    """
     info = twin.start(task)
     take = f"take {item}"
     for room in _walk(twin, info):
         if take in room.valid:
             twin.step(take)
-    homes = set()
+    homes = {}
     for room in _walk(twin, twin.step("look around")):
-        homes |= {place for place in _places(room.valid, item) if _scores(twin, item, place)}
+        scoring = (place for place in _places(room.valid, item) if _scores(twin, item, place))
+        homes |= dict.fromkeys(scoring, room.name)
     if not homes:
         raise EnvFailure(f"TextWorldExpress: no place scores for {item!r} in {task}; report it")
-    return " or ".join(sorted(homes))
+    return homes
 
 
 def _places(valid: Iterable[str], item: str) -> Iterator[str]:
@@ -167,17 +234,12 @@ class _Room:
         self.name = _room_name(self.look)
         self.exits: dict[str, str] = {}
         self.opened = []
-        tried = self._tried = set()
+        tried = set()
         while actions := [a for a in _valid(info) if a.startswith("open ") and a not in tried]:
             tried.add(actions[0])
             info = twin.step(actions[0])
             self._note(actions[0][len("open ") :], clean(info["observation"]))
         self.valid = _valid(info)
-
-    def through(self, direction: str) -> tuple[str, ...]:
-        """The actions that leave the room this way, as it was before anything was opened."""
-        door = f"open door to {direction}"
-        return (door,) * (door in self._tried) + (f"move {direction}",)
 
     def _note(self, thing: str, answer: str) -> None:
         """Keeps one line of the state, such as "open wardrobe: It's empty inside."."""
