@@ -1,4 +1,4 @@
-"""The quickstart's circle, larger: the same games, more of them, a larger world and longer training.
+"""The quickstart's circle, larger: more of the same games, a larger world, longer training.
 
     CONFIG=configs/twx_small.py WORKDIR=runs/twx_small launch/quickstart.sh
 

@@ -80,7 +80,7 @@ def test_the_same_task_gives_the_same_game_also_after_other_games(env):
     assert play(env, twc(3), first.gold) == answers
 
 
-def test_a_coin_is_reached_by_a_shortest_way_through_the_doors_on_it(env):
+def test_a_coin_is_looked_for_room_by_room_until_it_is_seen(env):
     for seed in range(6):
         start = env.reset(Task("coin", COIN, "train", seed))
         assert env.reset(start.task) == start
@@ -88,10 +88,10 @@ def test_a_coin_is_reached_by_a_shortest_way_through_the_doors_on_it(env):
         assert last == "take coin"
         for action in way:
             assert "take coin" not in env.step(action).valid or action == way[-1]
-        rooms = [action for action in way if action.startswith("move ")]
+        moves = [action for action in way if action.startswith("move ")]
         doors = [action for action in way if action.startswith("open door to ")]
-        assert set(way) == {*rooms, *doors}
-        assert len(rooms) < 4
+        assert sorted(moves + doors) == sorted(way)
+        assert len(moves) <= 2 * 4 - 3  # a tree of four rooms, without the way back to the first
 
 
 def test_text_is_on_one_line_and_valid_actions_are_sorted(env):

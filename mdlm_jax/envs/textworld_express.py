@@ -6,6 +6,7 @@ twin of the same seed: every room as it looks before anything is touched, every 
 """
 
 import json
+import random
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -102,9 +103,9 @@ def _solution(twin: "_Game", task: Task, rooms: list["_Room"]) -> tuple[tuple[st
     for things in directions drawn anew.
     """
     if task.game == "coin":
-        return _plan(
-            twin, task, rooms, [("take coin", _room_with(rooms, "take coin"))]
-        ), "take coin"
+        walker = _Walker(twin, task, rooms)
+        walker.seek("take coin", random.Random(task.seed))
+        return tuple(walker.actions), "take coin"
     gold = tuple(action for action in twin.gold() if action not in IDLE)
     return _tidy(twin, task, rooms, gold) if task.game == "twc" else (gold, "; ".join(gold))
 
@@ -121,31 +122,25 @@ def _tidy(
         steps.append((f"take {item}", _room_with(rooms, f"take {item}")))
         steps.append((f"put {item} in {place}", homes[place]))
         goals.append(f"put {item} in {' or '.join(sorted(homes))}")
-    return _plan(twin, task, rooms, steps), "; ".join(goals)
-
-
-def _plan(
-    twin: "_Game", task: Task, rooms: list["_Room"], steps: list[tuple[str, str]]
-) -> tuple[str, ...]:
-    """All actions that it takes to do each of `steps` (an action, the name of its room) in turn."""
     walker = _Walker(twin, task, rooms)
     for action, where in steps:
         walker.do(action, where)
-    return tuple(walker.actions)
+    return tuple(walker.actions), "; ".join(goals)
 
 
 class _Walker:
-    """Plays on the twin: goes shortest ways, opens what is in the way, notes what it took."""
+    """Plays on the twin, opens what is in the way, and notes every action that it took."""
 
     def __init__(self, twin: "_Game", task: Task, rooms: list["_Room"]):
         self._twin = twin
         self._rooms = {room.name: room for room in rooms}
         self._here = rooms[0].name
         self._info = twin.start(task)
+        self._sought: set[str] = set()
         self.actions: list[str] = []
 
     def do(self, action: str, where: str) -> None:
-        """Goes to a room and does `action` there, after opening things until it is possible."""
+        """Goes the shortest way to a room and does `action` there, opening what hides it."""
         for direction in self._way(where):
             self._move(direction)
         while action not in (valid := _valid(self._info)):
@@ -157,6 +152,24 @@ class _Walker:
             # What the action names comes first.
             self._act(min(closed, key=lambda each: each.removeprefix("open ") not in action))
         self._act(action)
+
+    def seek(self, action: str, rng: random.Random) -> bool:
+        """Looks for a room where `action` is possible, and does it there; says whether it did.
+
+        As one must who can't know where that is: depth first, in a drawn order of directions.
+        """
+        if action in _valid(self._info):
+            self._act(action)
+            return True
+        exits = self._rooms[self._here].exits
+        self._sought.add(self._here)
+        for direction in rng.sample(sorted(exits), len(exits)):
+            if exits[direction] not in self._sought:
+                self._move(direction)
+                if self.seek(action, rng):
+                    return True
+                self._move(OPPOSITE[direction])
+        return False
 
     def _way(self, where: str) -> tuple[str, ...]:
         """The directions of a shortest way to a room."""
