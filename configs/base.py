@@ -19,7 +19,7 @@ def get_config() -> ConfigDict:
     collect.train_episodes = 3000  # played on the train fold with mixed actions
     collect.dev_episodes = 100
     collect.test_episodes = 150
-    collect.expert_episodes = 20  # gold episodes of the train fold, for the policy's warm start
+    collect.expert_episodes = 10  # gold episodes of the train fold, for the policy's warm start
     collect.gold = 0.3  # chance that an action follows the gold path
     collect.valid = 0.35  # chance that it is a random valid action; the rest are invalid ones
 
