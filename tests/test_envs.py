@@ -94,6 +94,17 @@ def test_a_coin_is_looked_for_room_by_room_until_it_is_seen(env):
         assert len(moves) <= 2 * 4 - 3  # a tree of four rooms, without the way back to the first
 
 
+def test_a_search_for_what_is_nowhere_says_so(env, monkeypatch):
+    monkeypatch.setattr(textworld_express, "_valid", hidden)
+    with pytest.raises(EnvFailure, match="'take coin' is possible in no room"):
+        env.reset(Task("coin", COIN, "train", 0))
+
+
+def hidden(info: dict) -> tuple[str, ...]:
+    """What is possible, in an engine that never offers the coin."""
+    return tuple(sorted(set(info["validActions"]) - {"take coin"}))
+
+
 def test_text_is_on_one_line_and_valid_actions_are_sorted(env):
     start = env.reset(Task("coin", COIN, "train", 0))
     texts = [start.instruction, start.observation, *start.state.split("\n")]

@@ -136,7 +136,6 @@ class _Walker:
         self._rooms = {room.name: room for room in rooms}
         self._here = rooms[0].name
         self._info = twin.start(task)
-        self._sought: set[str] = set()
         self.actions: list[str] = []
 
     def do(self, action: str, where: str) -> None:
@@ -153,23 +152,30 @@ class _Walker:
             self._act(min(closed, key=lambda each: each.removeprefix("open ") not in action))
         self._act(action)
 
-    def seek(self, action: str, rng: random.Random) -> bool:
-        """Looks for a room where `action` is possible, and does it there; says whether it did.
+    def seek(self, action: str, rng: random.Random) -> None:
+        """Looks for a room where `action` is possible, and does it there.
 
         As one must who can't know where that is: depth first, in a drawn order of directions.
+        Raises EnvFailure if it is possible nowhere.
         """
-        if action in _valid(self._info):
-            self._act(action)
-            return True
-        exits = self._rooms[self._here].exits
-        self._sought.add(self._here)
-        for direction in rng.sample(sorted(exits), len(exits)):
-            if exits[direction] not in self._sought:
-                self._move(direction)
-                if self.seek(action, rng):
-                    return True
-                self._move(OPPOSITE[direction])
-        return False
+        seen = set()
+
+        def found() -> bool:
+            if action in _valid(self._info):
+                return True
+            seen.add(self._here)
+            exits = self._rooms[self._here].exits
+            for direction in rng.sample(sorted(exits), len(exits)):
+                if exits[direction] not in seen:
+                    self._move(direction)
+                    if found():
+                        return True
+                    self._move(OPPOSITE[direction])
+            return False
+
+        if not found():
+            raise EnvFailure(f"TextWorldExpress: {action!r} is possible in no room")
+        self._act(action)
 
     def _way(self, where: str) -> tuple[str, ...]:
         """The directions of a shortest way to a room."""
@@ -183,14 +189,13 @@ class _Walker:
         return ways[where]
 
     def _move(self, direction: str) -> None:
-        there = self._rooms[self._here].exits[direction]
-        if _room_name(clean(self._twin.step(f"move {direction}")["look"])) == there:
-            self.actions.append(f"move {direction}")
-        else:
+        move, there = f"move {direction}", self._rooms[self._here].exits[direction]
+        self._info = self._twin.step(move)
+        if _room_name(self._info["look"]) != there:
             self._act(f"open door to {direction}")
-            self._act(f"move {direction}")
+            self._info = self._twin.step(move)
+        self.actions.append(move)
         self._here = there
-        self._info = self._twin.step("look around")
 
     def _act(self, action: str) -> None:
         self._info = self._twin.step(action)
@@ -262,8 +267,8 @@ class _Room:
 
 
 def _room_name(look: str) -> str:
-    """The room a look text begins with; "" where a game has no rooms."""
-    match = re.match(r"You are in the ([^.]*)\.", look)
+    """The room an engine's look text begins with; "" where a game has no rooms."""
+    match = re.match(r"You are in the ([^.]*)\.", clean(look))
     return match.group(1) if match else ""
 
 
@@ -279,7 +284,7 @@ def _walk(twin: "_Game", info: dict[str, Any]) -> Iterator[_Room]:
         yield room
         for direction in (d for d in OPPOSITE if f"move {d}" in room.valid):
             there = twin.step(f"move {direction}")
-            room.exits[direction] = _room_name(clean(there["look"]))
+            room.exits[direction] = _room_name(there["look"])
             if room.exits[direction] not in seen:
                 yield from visit(there)
             _go_back(twin, direction, room.name)
@@ -289,7 +294,7 @@ def _walk(twin: "_Game", info: dict[str, Any]) -> Iterator[_Room]:
 
 def _go_back(twin: "_Game", direction: str, name: str) -> None:
     back = twin.step(f"move {OPPOSITE[direction]}")
-    if _room_name(clean(back["look"])) != name:
+    if _room_name(back["look"]) != name:
         raise EnvFailure(f"TextWorldExpress: no way back {OPPOSITE[direction]} to the {name}")
 
 
